@@ -1,0 +1,105 @@
+//! What could not be given back in time: kept in this process, done by the next call that gets the lock, never dropped.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::Client;
+use crate::counters::Counter;
+use crate::error::{Error, Result};
+use crate::index::{Checked, Index, NamespaceRef, TransferId};
+
+/// One operation that must happen, sooner or later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deferred {
+    /// End a lease.
+    EndLease(TransferId),
+    /// Make a lease a load with these ranks.
+    DispatchLoad(TransferId, u64),
+    /// A rank has begun to copy out of an entry.
+    ClaimLoad(u32, TransferId),
+    /// A rank's copy is over, well or not.
+    Complete(u32, TransferId, bool),
+    /// Drop a save of which no rank knows.
+    Withdraw(TransferId),
+    /// Let no further rank claim a transfer.
+    CloseUnclaimed(TransferId),
+    /// Declare a save ready.
+    FinishSave(TransferId),
+    /// Declare a load over.
+    FinishLoad(TransferId),
+    /// An entry's owner has filled it.
+    MarkReady([u64; 4], NamespaceRef),
+    /// An entry's owner will not fill it.
+    Discard([u64; 4], NamespaceRef),
+    /// End a pin.
+    Unpin([u64; 4], NamespaceRef),
+}
+
+impl Client {
+    /// Does `operation` now if the lock can be had within `wait`, and else with the next call.
+    ///
+    /// # Errors
+    /// `Closed` after a close or in a forked child, where nothing of the kind is left to do.
+    pub fn do_or_defer(&self, wait: Duration, operation: Deferred) -> Result<()> {
+        match self.with(wait, |index| self.perform(index, operation)) {
+            Err(Error::Busy { .. }) => {
+                self.defer(operation);
+                Ok(())
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Keeps `operation` for the next call that gets the lock.
+    pub fn defer(&self, operation: Deferred) {
+        self.count(Counter::Deferred, 1);
+        let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.push_back(operation);
+        self.has_deferred.store(queue.len() as u64, Ordering::Release);
+    }
+
+    /// Operations that wait for a call that gets the lock.
+    pub fn deferred_len(&self) -> u64 {
+        self.has_deferred.load(Ordering::Acquire)
+    }
+
+    /// Does what was put off, oldest first. What meets damage is tried again after the rebuild that follows.
+    pub(super) fn settle_deferred(&self, index: &mut Index<'_>) -> Checked<()> {
+        if self.deferred_len() == 0 {
+            return Ok(());
+        }
+        let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(operation) = queue.front() {
+            self.perform(index, *operation)?;
+            queue.pop_front();
+            self.has_deferred.store(queue.len() as u64, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn perform(&self, index: &mut Index<'_>, operation: Deferred) -> Checked<()> {
+        match operation {
+            Deferred::EndLease(id) => index.end_lease(id),
+            Deferred::DispatchLoad(id, ranks) => index.dispatch_load(id, ranks),
+            Deferred::ClaimLoad(rank, id) => index.claim_load(rank, id).map(drop),
+            Deferred::Complete(rank, id, ok) => index.complete(rank, id, ok),
+            Deferred::Withdraw(id) => index.withdraw(id),
+            Deferred::CloseUnclaimed(id) => index.close_unclaimed(id).map(drop),
+            Deferred::FinishSave(id) => index.finish_save(id),
+            Deferred::FinishLoad(id) => index.finish_load(id),
+            Deferred::MarkReady(digest, namespace) => match index.namespace(namespace) {
+                Some(namespace) => index.mark_ready(&digest, &namespace, self.me).map(drop),
+                None => Ok(()),
+            },
+            Deferred::Discard(digest, namespace) => match index.namespace(namespace) {
+                Some(namespace) => index.discard(&digest, &namespace, self.me).map(drop),
+                None => Ok(()),
+            },
+            Deferred::Unpin(digest, namespace) => match index.namespace(namespace) {
+                Some(namespace) => index.unpin(&digest, &namespace, self.me).map(drop),
+                None => Ok(()),
+            },
+        }
+    }
+}

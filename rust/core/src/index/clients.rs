@@ -1,0 +1,329 @@
+//! Clients: who is attached, and what becomes of what the dead leave behind.
+//!
+//! When a client is found dead or leaves, its pins and leases end and its saves that nobody claimed are dropped. What its
+//! group may still be copying stays: claimed saves become ORPHANED, dispatched loads keep their entries. Both return when
+//! no member of the group lives and a quarantine has passed, since a device may go on writing for a moment after its process.
+
+use super::commit::{Commit, Table};
+use super::namespaces::{read_label, store_label};
+use super::records::{ClientRecord, ClientRef, client_state, hold_kind, slot_state};
+use super::{Checked, Damaged, Index};
+
+/// What a client is to the pool; for people, and for tools that must not count as users.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Role {
+    /// A scheduler: promises, allocates, dispatches.
+    Scheduler = 1,
+    /// A worker: claims, copies, completes.
+    Worker = 2,
+    /// Both in one, for any program.
+    Pool = 3,
+    /// Looks, cleans, serves nobody.
+    Tool = 4,
+}
+
+impl Role {
+    /// The role's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Scheduler => "scheduler",
+            Role::Worker => "worker",
+            Role::Pool => "pool",
+            Role::Tool => "tool",
+        }
+    }
+
+    /// The role of this name.
+    pub fn by_name(name: &str) -> Option<Self> {
+        [Role::Scheduler, Role::Worker, Role::Pool, Role::Tool].into_iter().find(|role| role.name() == name)
+    }
+
+    fn from_number(number: u32) -> Option<Self> {
+        [Role::Scheduler, Role::Worker, Role::Pool, Role::Tool].into_iter().find(|role| *role as u32 == number)
+    }
+}
+
+/// What a client says of itself when it attaches.
+#[derive(Debug, Clone, Copy)]
+pub struct Registration<'a> {
+    /// What it is.
+    pub role: Role,
+    /// Its rank within its group.
+    pub rank: u32,
+    /// The group's digest; 0 where the client is on its own.
+    pub group: u64,
+    /// The group's name, for people.
+    pub label: &'a str,
+    /// Its liveness byte.
+    pub byte: u32,
+    /// The generation of that byte.
+    pub byte_generation: u32,
+    /// Its process, as its own pid namespace numbers it.
+    pub pid: u32,
+    /// Seconds since 1970.
+    pub attached_at_unix: u64,
+}
+
+/// A client as people see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientInfo {
+    /// The record's number.
+    pub record: u32,
+    /// The record's generation.
+    pub generation: u32,
+    /// Whether it is attached, as far as the index knows.
+    pub live: bool,
+    /// What it is.
+    pub role: Option<Role>,
+    /// Its rank within its group.
+    pub rank: u32,
+    /// Its process, as its own pid namespace numbers it.
+    pub pid: u32,
+    /// The group's name.
+    pub label: String,
+    /// Its liveness byte.
+    pub byte: u32,
+    /// The generation of that byte.
+    pub byte_generation: u32,
+    /// Seconds since 1970.
+    pub attached_at_unix: u64,
+}
+
+/// What a reclaim did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Reclaimed {
+    /// Clients found dead.
+    pub died: u32,
+    /// Records of the dead whose last blocks were taken back.
+    pub released: u32,
+    /// Records of the dead that still wait for their group's end or for the quarantine.
+    pub waiting: u32,
+    /// Holds of the dead that were ended after their group's end and the quarantine.
+    pub holds_ended: u32,
+}
+
+impl Index<'_> {
+    /// Takes a client record; `None` where all are in use.
+    pub fn register_client(&mut self, registration: &Registration<'_>) -> Checked<Option<ClientRef>> {
+        for number in 0..self.clients.len() as u32 {
+            let commit = self.client_commit(number)?;
+            if commit.state != client_state::FREE {
+                continue;
+            }
+            let record = self.client_mut(number)?;
+            (record.group, record.attached_at_unix, record.gone_at) =
+                (registration.group, registration.attached_at_unix, 0);
+            (record.byte, record.byte_generation) = (registration.byte, registration.byte_generation);
+            (record.role, record.rank, record.pid) = (registration.role as u32, registration.rank, registration.pid);
+            record.label_len = store_label(&mut record.label, registration.label);
+            let commit = commit.next_generation(client_state::LIVE);
+            record.commit.raise(Table::Clients, number, commit);
+            return Ok(Some(ClientRef { record: number, generation: commit.generation }));
+        }
+        Ok(None)
+    }
+
+    /// The client leaves by itself. What others of its group may still copy stays until they are gone too.
+    pub fn deregister_client(&mut self, client: ClientRef) -> Checked<()> {
+        if self.client_state(client)? == Some(client_state::LIVE) {
+            self.bury(client)?;
+        }
+        Ok(())
+    }
+
+    /// Takes back what the dead left behind, as far as it is safe at `now` (nanoseconds of the monotonic clock).
+    ///
+    /// `is_alive` tells whether a liveness byte is held by the generation given.
+    pub fn reclaim(
+        &mut self,
+        now: u64,
+        quarantine: u64,
+        is_alive: &mut dyn FnMut(u32, u32) -> bool,
+    ) -> Checked<Reclaimed> {
+        let mut reclaimed = Reclaimed::default();
+        for number in 0..self.clients.len() as u32 {
+            let (commit, record) = (self.client_commit(number)?, self.client(number)?);
+            if commit.state == client_state::LIVE && !is_alive(record.byte, record.byte_generation) {
+                reclaimed.died += 1;
+                self.bury(ClientRef { record: number, generation: commit.generation })?;
+            }
+        }
+        for number in 0..self.clients.len() as u32 {
+            if self.client_commit(number)?.state == client_state::DYING {
+                self.release_if_safe(number, now, quarantine, &mut reclaimed)?;
+            }
+        }
+        Ok(reclaimed)
+    }
+
+    fn release_if_safe(&mut self, number: u32, now: u64, quarantine: u64, reclaimed: &mut Reclaimed) -> Checked<()> {
+        let generation = self.client_commit(number)?.generation;
+        let client = ClientRef { record: number, generation };
+        if self.bury_holds(client)? == 0 {
+            self.release(client)?;
+            reclaimed.released += 1;
+            return Ok(());
+        }
+        let group = self.client(number)?.group;
+        if group != 0 && self.group_lives(group)? {
+            self.client_mut(number)?.gone_at = 0;
+            reclaimed.waiting += 1;
+            return Ok(());
+        }
+        let record = self.client_mut(number)?;
+        if record.gone_at == 0 || record.gone_at > now {
+            record.gone_at = now.max(1);
+        }
+        if now.saturating_sub(record.gone_at) < quarantine {
+            reclaimed.waiting += 1;
+            return Ok(());
+        }
+        reclaimed.holds_ended += self.release(client)?;
+        reclaimed.released += 1;
+        Ok(())
+    }
+
+    fn group_lives(&self, group: u64) -> Checked<bool> {
+        for number in 0..self.clients.len() as u32 {
+            if self.client(number)?.group == group && self.client_commit(number)?.state == client_state::LIVE {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Ends what nobody but the client itself relied on; the record stays while anything else is left.
+    fn bury(&mut self, client: ClientRef) -> Checked<()> {
+        let commit = self.client_commit(client.record)?;
+        let record = self.client(client.record)?;
+        record.commit.lower(Table::Clients, client.record, commit.with_state(client_state::DYING));
+        if self.bury_holds(client)? == 0 {
+            self.release(client)?;
+        }
+        Ok(())
+    }
+
+    /// Ends what can end at once of a dead client's holds; returns how many must wait. Doing it again changes nothing.
+    fn bury_holds(&mut self, client: ClientRef) -> Checked<u32> {
+        let mut left = 0;
+        for hold in 0..self.touched_holds() {
+            if self.hold(hold)?.owner == client && self.hold_commit(hold)?.state != hold_kind::FREE {
+                left += u32::from(!self.bury_hold(hold)?);
+            }
+        }
+        Ok(left)
+    }
+
+    /// Ends a dead owner's hold where that is safe at once; false where it must wait.
+    fn bury_hold(&mut self, hold: u32) -> Checked<bool> {
+        let kind = self.hold_commit(hold)?.state;
+        let record = self.hold(hold)?;
+        let (slot, claimed, participants) = (record.slot, record.claimed, record.participants);
+        match kind {
+            hold_kind::PIN => {
+                let slot = self.end_hold(hold)?;
+                self.after_firm_hold(slot)?;
+                Ok(true)
+            }
+            hold_kind::LEASE if claimed == 0 => {
+                let slot = self.end_hold(hold)?;
+                self.after_any_hold(slot)?;
+                Ok(true)
+            }
+            hold_kind::SAVE if participants != 0 && claimed == 0 => {
+                self.resolve_save(hold, false)?;
+                Ok(true)
+            }
+            hold_kind::SAVE => {
+                if !self.is_orphaned(slot) {
+                    self.orphan_entry(slot)?;
+                }
+                Ok(false)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Ends everything that is left of a client, and its record.
+    fn release(&mut self, client: ClientRef) -> Checked<u32> {
+        let mut freed = 0;
+        for hold in 0..self.touched_holds() {
+            let commit = self.hold_commit(hold)?;
+            if self.hold(hold)?.owner != client || commit.state == hold_kind::FREE {
+                continue;
+            }
+            freed += 1;
+            match commit.state {
+                hold_kind::SAVE => self.resolve_save(hold, false)?,
+                hold_kind::LEASE => {
+                    let slot = self.end_hold(hold)?;
+                    self.after_any_hold(slot)?;
+                }
+                _ => {
+                    let slot = self.end_hold(hold)?;
+                    self.after_firm_hold(slot)?;
+                }
+            }
+        }
+        let commit = self.client_commit(client.record)?;
+        let record = self.client(client.record)?;
+        record.commit.lower(Table::Clients, client.record, commit.with_state(client_state::FREE));
+        Ok(freed)
+    }
+
+    fn touched_holds(&self) -> u32 {
+        self.root.holds_touched.min(self.layout.num_holds)
+    }
+
+    /// Whether the client's record is LIVE in this generation.
+    pub fn is_registered(&self, client: ClientRef) -> Checked<bool> {
+        Ok(self.client_state(client)? == Some(client_state::LIVE))
+    }
+
+    /// Whether the owner is known, alive or dying.
+    pub(super) fn client_state(&self, client: ClientRef) -> Checked<Option<u8>> {
+        let Commit { state, generation } = self.client_commit(client.record)?;
+        Ok((generation == client.generation && state != client_state::FREE).then_some(state))
+    }
+
+    /// Every client that has a record.
+    pub fn client_infos(&self) -> Vec<ClientInfo> {
+        (0..self.clients.len() as u32).filter_map(|number| self.client_info(number)).collect()
+    }
+
+    fn client_info(&self, number: u32) -> Option<ClientInfo> {
+        let record = self.clients.get(number as usize)?;
+        let commit = record.commit.load(Table::Clients, number)?;
+        (commit.state != client_state::FREE).then(|| ClientInfo {
+            record: number,
+            generation: commit.generation,
+            live: commit.state == client_state::LIVE,
+            role: Role::from_number(record.role),
+            rank: record.rank,
+            pid: record.pid,
+            label: read_label(&record.label, record.label_len),
+            byte: record.byte,
+            byte_generation: record.byte_generation,
+            attached_at_unix: record.attached_at_unix,
+        })
+    }
+
+    pub(super) fn client_commit(&self, number: u32) -> Checked<Commit> {
+        let commit = self.client(number)?.commit.load(Table::Clients, number);
+        commit.ok_or(Damaged("a client's check bits do not fit"))
+    }
+
+    pub(super) fn client(&self, number: u32) -> Checked<&ClientRecord> {
+        self.clients.get(number as usize).ok_or(Damaged("a client is out of range"))
+    }
+
+    pub(super) fn client_mut(&mut self, number: u32) -> Checked<&mut ClientRecord> {
+        self.clients.get_mut(number as usize).ok_or(Damaged("a client is out of range"))
+    }
+
+    /// Whether this slot's blocks wait for a dead owner's group.
+    pub(super) fn is_orphaned(&self, slot: u32) -> bool {
+        self.state_of(slot) == slot_state::ORPHANED
+    }
+}

@@ -1,0 +1,135 @@
+//! What the index tells others about its entries and itself.
+
+use super::entries::EntryHandle;
+use super::extents::Walk;
+use super::records::{MAX_DIMS, slot_state};
+use super::transfers::TransferId;
+use super::{Checked, Index};
+
+const INLINE_EXTENTS: usize = 4;
+
+/// Extents as `(first_block, num_blocks)`, in the order in which an item fills them.
+#[derive(Debug, Clone, Default)]
+pub struct ExtentList {
+    inline: [(u32, u32); INLINE_EXTENTS],
+    len: usize,
+    spilled: Vec<(u32, u32)>,
+}
+
+impl ExtentList {
+    fn push(&mut self, extent: (u32, u32)) {
+        if self.len < INLINE_EXTENTS {
+            self.inline[self.len] = extent;
+        } else {
+            if self.spilled.is_empty() {
+                self.spilled.extend_from_slice(&self.inline);
+            }
+            self.spilled.push(extent);
+        }
+        self.len += 1;
+    }
+
+    /// The extents.
+    pub fn as_slice(&self) -> &[(u32, u32)] {
+        if self.len <= INLINE_EXTENTS { &self.inline[..self.len] } else { &self.spilled }
+    }
+}
+
+impl PartialEq for ExtentList {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_slice() == other.as_slice()
+    }
+}
+
+/// One entry.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EntryInfo {
+    /// Which entry it is.
+    pub handle: EntryHandle,
+    /// The lease or transfer under which it was asked for; 0 where there is none.
+    pub id: TransferId,
+    /// Where its bytes lie.
+    pub extents: ExtentList,
+    /// Blocks of it.
+    pub num_blocks: u32,
+    /// Bytes of the item; 0 until a save was claimed.
+    pub nbytes: u64,
+    /// Sizes; the first `ndim` count.
+    pub shape: [u64; MAX_DIMS],
+    /// How many dimensions it has.
+    pub ndim: u8,
+    /// The code of its element type; 0 until a save was claimed.
+    pub dtype: u8,
+}
+
+/// Sums over the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct IndexStats {
+    /// Blocks of data.
+    pub num_blocks: u32,
+    /// Blocks that no entry owns.
+    pub free_blocks: u32,
+    /// Blocks of entries that can be evicted.
+    pub evictable_blocks: u32,
+    /// Entries that can be evicted.
+    pub evictable_entries: u32,
+    /// Entries at the most.
+    pub num_slots: u32,
+    /// Entries in any state.
+    pub entries: u32,
+    /// Entries being written.
+    pub writing: u32,
+    /// Entries that can be loaded.
+    pub ready: u32,
+    /// Entries that are only kept by holds.
+    pub doomed: u32,
+    /// Unfinished entries of dead owners.
+    pub orphaned: u32,
+    /// Holds at the most.
+    pub num_holds: u32,
+    /// Holds in use.
+    pub holds: u32,
+}
+
+impl Index<'_> {
+    /// Describes the entry in this slot.
+    pub(super) fn entry_info(&self, slot: u32, id: TransferId) -> Checked<EntryInfo> {
+        let generation = self.slot_commit(slot)?.generation;
+        let (record, details) = (self.slot(slot)?, self.details(slot)?);
+        let mut extents = ExtentList::default();
+        let mut walk = Walk::new(record.first_block, record.num_blocks);
+        while let Some(extent) = walk.next(self.extents, slot, generation)? {
+            extents.push(extent);
+        }
+        Ok(EntryInfo {
+            handle: EntryHandle { slot, generation },
+            id,
+            extents,
+            num_blocks: record.num_blocks,
+            nbytes: details.nbytes,
+            shape: details.shape,
+            ndim: details.ndim.min(MAX_DIMS as u8),
+            dtype: details.dtype,
+        })
+    }
+
+    /// Sums over the index. Those by state take a walk over all slots ever used.
+    pub fn stats(&self) -> IndexStats {
+        let touched = self.root.slots_touched.min(self.layout.num_slots);
+        let count = |state| (0..touched).filter(|slot| self.state_of(*slot) == state).count() as u32;
+        IndexStats {
+            num_blocks: self.layout.num_blocks,
+            free_blocks: self.root.free_blocks,
+            evictable_blocks: self.root.evictable_blocks,
+            evictable_entries: self.root.evictable_entries,
+            num_slots: self.layout.num_slots,
+            entries: self.root.slots_used,
+            writing: count(slot_state::WRITING),
+            ready: count(slot_state::READY),
+            doomed: count(slot_state::DOOMED),
+            orphaned: count(slot_state::ORPHANED),
+            num_holds: self.layout.num_holds,
+            holds: self.root.holds_used,
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The verbs of vLLM's `EmbeddingCache`: get, alloc, mark ready, pin, unpin, discard.
+
+use super::commit::Table;
+use super::namespaces::NamespaceKey;
+use super::records::{ClientRef, hold_kind, slot_state};
+use super::transfers::{BeginSave, SaveRequest};
+use super::{Checked, EntryInfo, Index};
+
+/// An entry as it was once found: its slot, and the generation in which it is meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct EntryHandle {
+    /// The slot's number.
+    pub slot: u32,
+    /// The slot's generation.
+    pub generation: u32,
+}
+
+/// Why a verb does not fit the entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unfit {
+    /// There is no entry of this key.
+    Missing,
+    /// The entry is being written.
+    Writing,
+    /// The entry is ready.
+    Ready,
+    /// The entry is being written by another client, or by ranks that say themselves when they are done.
+    WrittenByOthers,
+    /// This client has no pin on it.
+    NotPinned,
+    /// Every hold record is in use.
+    NoHold,
+}
+
+impl Index<'_> {
+    /// The WRITING or READY entry of this digest.
+    pub fn get(&mut self, digest: &[u64; 4], namespace: &NamespaceKey) -> Checked<Option<EntryInfo>> {
+        match self.find(digest, namespace)? {
+            Some(slot) => self.entry_info(slot, 0).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether a READY entry of this digest is there.
+    pub fn contains(&mut self, digest: &[u64; 4], namespace: &NamespaceKey) -> Checked<bool> {
+        match self.find(digest, namespace)? {
+            Some(slot) => Ok(self.slot_commit(slot)?.state == slot_state::READY),
+            None => Ok(false),
+        }
+    }
+
+    /// Makes a WRITING entry of `num_blocks` blocks that its owner fills and then marks ready.
+    pub fn alloc(
+        &mut self,
+        request: &SaveRequest<'_>,
+        namespace: &NamespaceKey,
+        num_blocks: u64,
+    ) -> Checked<BeginSave> {
+        self.begin_write(request, namespace, num_blocks)
+    }
+
+    /// The owner's word that the entry's bytes are there.
+    pub fn mark_ready(
+        &mut self,
+        digest: &[u64; 4],
+        namespace: &NamespaceKey,
+        owner: ClientRef,
+    ) -> Checked<Result<(), Unfit>> {
+        match self.own_writing(digest, namespace, owner)? {
+            Ok(hold) => self.resolve_save(hold, true).map(Ok),
+            Err(unfit) => Ok(Err(unfit)),
+        }
+    }
+
+    /// The owner's word that it will not write the entry.
+    pub fn discard(
+        &mut self,
+        digest: &[u64; 4],
+        namespace: &NamespaceKey,
+        owner: ClientRef,
+    ) -> Checked<Result<(), Unfit>> {
+        match self.own_writing(digest, namespace, owner)? {
+            Ok(hold) => self.resolve_save(hold, false).map(Ok),
+            Err(unfit) => Ok(Err(unfit)),
+        }
+    }
+
+    fn own_writing(
+        &mut self,
+        digest: &[u64; 4],
+        namespace: &NamespaceKey,
+        owner: ClientRef,
+    ) -> Checked<Result<u32, Unfit>> {
+        let Some(slot) = self.find(digest, namespace)? else { return Ok(Err(Unfit::Missing)) };
+        if self.slot_commit(slot)?.state == slot_state::READY {
+            return Ok(Err(Unfit::Ready));
+        }
+        let own = self.find_hold(slot, |hold, commit| {
+            commit.state == hold_kind::SAVE && hold.owner == owner && hold.participants == 0
+        })?;
+        Ok(own.ok_or(Unfit::WrittenByOthers))
+    }
+
+    /// Keeps a READY entry in place until as many unpins as pins.
+    pub fn pin(&mut self, digest: &[u64; 4], namespace: &NamespaceKey, owner: ClientRef) -> Checked<Result<(), Unfit>> {
+        let Some(slot) = self.find(digest, namespace)? else { return Ok(Err(Unfit::Missing)) };
+        let commit = self.slot_commit(slot)?;
+        if commit.state != slot_state::READY {
+            return Ok(Err(Unfit::Writing));
+        }
+        if let Some(hold) = self.own_pin(slot, owner)? {
+            let pins = &mut self.hold_mut(hold)?.pins;
+            *pins = pins.saturating_add(1);
+            return Ok(Ok(()));
+        }
+        let Some(hold) = self.take_hold()? else { return Ok(Err(Unfit::NoHold)) };
+        self.before_firm_hold(slot)?;
+        self.commit_hold(hold, hold_kind::PIN, (slot, commit.generation), owner, 0)?;
+        Ok(Ok(()))
+    }
+
+    /// Ends one of this client's pins; the last one puts the entry at the queue's end.
+    pub fn unpin(
+        &mut self,
+        digest: &[u64; 4],
+        namespace: &NamespaceKey,
+        owner: ClientRef,
+    ) -> Checked<Result<(), Unfit>> {
+        let found = self.find(digest, namespace)?;
+        let own = match found {
+            Some(slot) => self.own_pin(slot, owner)?,
+            None => None,
+        };
+        let Some(hold) = own.map_or_else(|| self.own_pin_of_doomed(digest, owner), |hold| Ok(Some(hold)))? else {
+            return self.not_pinned(found).map(Err);
+        };
+        let pins = &mut self.hold_mut(hold)?.pins;
+        *pins = pins.saturating_sub(1);
+        if *pins == 0 {
+            let slot = self.end_hold(hold)?;
+            self.after_firm_hold(slot)?;
+        }
+        Ok(Ok(()))
+    }
+
+    fn not_pinned(&self, found: Option<u32>) -> Checked<Unfit> {
+        Ok(match found {
+            None => Unfit::Missing,
+            Some(slot) if self.slot_commit(slot)?.state == slot_state::WRITING => Unfit::Writing,
+            Some(_) => Unfit::NotPinned,
+        })
+    }
+
+    fn own_pin(&self, slot: u32, owner: ClientRef) -> Checked<Option<u32>> {
+        self.find_hold(slot, |hold, commit| commit.state == hold_kind::PIN && hold.owner == owner)
+    }
+
+    /// A pinned entry that was flushed or replaced is no longer found by key, but its pin must still end.
+    fn own_pin_of_doomed(&self, digest: &[u64; 4], owner: ClientRef) -> Checked<Option<u32>> {
+        for number in 0..self.root.holds_touched.min(self.holds.len() as u32) {
+            let record = self.hold(number)?;
+            let pins = self.hold_commit(number)?.state == hold_kind::PIN && record.owner == owner;
+            if pins && self.slot(record.slot)?.digest == *digest {
+                return Ok(Some(number));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether the entry that the handle means is READY.
+    pub fn is_ready(&self, handle: EntryHandle) -> Checked<bool> {
+        let commit = self.slot_of_generation(handle.slot, handle.generation)?;
+        Ok(commit.is_some_and(|c| c.state == slot_state::READY))
+    }
+
+    /// Whether the entry that the handle means could be evicted now.
+    pub fn is_evictable(&self, handle: EntryHandle) -> Checked<bool> {
+        let links = self.links(handle.slot)?;
+        Ok(self.is_ready(handle)? && links.leases == 0 && links.firm_holds == 0)
+    }
+
+    /// Whether any entry is being written, pinned, leased or loaded.
+    pub fn has_held_entries(&self) -> bool {
+        self.root.slots_used != self.root.evictable_entries
+    }
+
+    /// The state of a slot where its check bits fit, else FREE.
+    pub(super) fn state_of(&self, slot: u32) -> u8 {
+        self.slots.get(slot as usize).map_or(slot_state::FREE, |s| s.commit.load_or_free(Table::Slots, slot).state)
+    }
+}

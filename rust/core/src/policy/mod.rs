@@ -1,0 +1,3 @@
+//! Which entry goes first when room is needed.
+
+pub(crate) mod fifo;
