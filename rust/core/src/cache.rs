@@ -118,6 +118,22 @@ impl EmbeddingCache {
         self.with(wait, |index, namespace| index.contains(&digest, namespace))
     }
 
+    /// Whether another client is writing an entry of this key. A writer that is dead does not count.
+    ///
+    /// # Errors
+    /// See [`Self::get`].
+    pub fn is_written_elsewhere(&self, wait: Duration, key: &str) -> Result<bool> {
+        let digest = self.key_digest(key);
+        let me = self.client.me();
+        self.with(wait, |index, namespace| {
+            let elsewhere = index.is_written_elsewhere(&digest, namespace, me)?;
+            if elsewhere && self.client.reclaim_for_room(index)? {
+                return index.is_written_elsewhere(&digest, namespace, me);
+            }
+            Ok(elsewhere)
+        })
+    }
+
     /// Blocks for an entry that this client fills and then marks ready, evicting what can go; `None` where too little can.
     ///
     /// # Errors

@@ -335,6 +335,7 @@ impl Client {
         self.count(Counter::SavesCompleted, tally.saves_completed);
         self.count(Counter::SavesDropped, tally.saves_dropped);
         self.count(Counter::LoadsCompleted, tally.loads_completed);
+        self.count(Counter::Corrupted, tally.corrupted);
     }
 
     /// This client's counters by name. Takes no lock.

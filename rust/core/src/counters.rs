@@ -50,6 +50,8 @@ pub enum Counter {
     DeadClients = 21,
     /// Copies that failed, as ranks said.
     CopiesFailed = 22,
+    /// Entries dropped because their bytes did not fit their checksum.
+    Corrupted = 23,
 }
 
 /// Every counter with the name that tools and metrics use.
@@ -77,6 +79,7 @@ pub const COUNTERS: &[(Counter, &str)] = &[
     (Counter::Rebuilds, "rebuilds"),
     (Counter::DeadClients, "dead_clients"),
     (Counter::CopiesFailed, "copies_failed"),
+    (Counter::Corrupted, "corrupted"),
 ];
 
 const _: () = assert!(COUNTERS.len() <= crate::geometry::COUNTERS_PER_CLIENT);

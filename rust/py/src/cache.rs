@@ -282,6 +282,24 @@ impl EmbeddingCache {
         self.give_back(py, ids, |id| Deferred::Complete(rank, id, ok))
     }
 
+    /// Records the checksums of saves, as (id, checksum), before they are completed. Unknown ids change nothing.
+    fn set_checksums(&self, py: Python<'_>, checksums: Vec<(u64, u64)>) -> PyResult<()> {
+        let operations: Vec<Deferred> = checksums.into_iter().map(|(id, sum)| Deferred::SetChecksum(id, sum)).collect();
+        relay(py, self.deadline, |wait| self.cache.give_back(wait, &operations))
+    }
+
+    /// The bytes of a leased entry were compared with its checksum. If they do not fit, the entry goes and the lease ends.
+    #[pyo3(signature = (id, *, fits))]
+    fn confirm(&self, py: Python<'_>, id: u64, fits: bool) -> PyResult<()> {
+        relay(py, self.deadline, |wait| self.cache.give_back(wait, &[Deferred::Confirm(id, fits)]))
+    }
+
+    /// Whether another client is writing an entry of this key; False too where the lock cannot be had.
+    fn is_written_elsewhere(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
+        let elsewhere = relay(py, self.deadline, |wait| self.cache.is_written_elsewhere(wait, key));
+        Ok(self.or_busy(elsewhere, py)?.unwrap_or(false))
+    }
+
     /// Drops saves of which no rank knows yet.
     fn withdraw(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<()> {
         self.give_back(py, ids, Deferred::Withdraw)

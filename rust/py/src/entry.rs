@@ -125,6 +125,13 @@ impl Transfer {
         dtype::by_code(self.info.dtype).map_or("", |d| d.name)
     }
 
+    /// The checksum that the bytes must be compared with before they are used (`Region.checksum`, `EmbeddingCache.confirm`),
+    /// or None where that is not needed: the item has none, or it was done since the pool was last without clients.
+    #[getter]
+    fn unverified(&self) -> Option<u64> {
+        self.info.unverified
+    }
+
     fn __repr__(&self) -> String {
         format!("Transfer(id={}, extents={:?})", self.info.id, self.info.extents.as_slice())
     }

@@ -27,5 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<entry::CacheEntry>()?;
     module.add_class::<entry::Transfer>()?;
     module.add_class::<tracker::StepTracker>()?;
+    module.add_function(wrap_pyfunction!(region::scan_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(region::remove_dead_regions, module)?)?;
     Ok(())
 }

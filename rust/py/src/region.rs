@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ecpool_core::client::{Client, Introduction};
 use ecpool_core::geometry::{Geometry, GeometryRequest};
 use ecpool_core::index::{IndexStats, Role};
-use ecpool_core::region::{self as core, Lifetime, OpenRequest, Phase, Piece};
+use ecpool_core::region::{self as core, Lifetime, OpenRequest, Phase, Piece, State};
 use ecpool_core::{Error, Result};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -315,6 +315,13 @@ impl Region {
         buffer::read(py, &self.client, &self.pieces(&extents), destination)
     }
 
+    /// The checksum (XXH3, 64 bits) of an item of nbytes bytes in these extents, in order. Lets other Python threads run.
+    /// Raises InvalidArgumentError if the extents are shorter, ClosedError.
+    fn checksum(&self, py: Python<'_>, extents: Vec<(u32, u32)>, nbytes: u64) -> PyResult<u64> {
+        let pieces = self.pieces(&extents);
+        py.detach(|| self.region().checksum(&pieces, nbytes)).map_err(to_py)
+    }
+
     /// The counters of all clients that ever were, summed by name. Takes no lock.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         counters_dict(py, &self.client.total_counters())
@@ -434,4 +441,46 @@ pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &IndexStats) -> PyResult<B
         dict.set_item(name, value)?;
     }
     Ok(dict)
+}
+
+fn lifetime_name(lifetime: Lifetime) -> &'static str {
+    match lifetime {
+        Lifetime::Private { .. } => "private",
+        Lifetime::Shared => "shared",
+        Lifetime::Persistent => "persistent",
+    }
+}
+
+/// The regions in a directory (default: the user's own) as dicts: name, layout, path, bytes, lifetime (or None), state
+/// ("alive", "busy", "idle", "dead") and clients. Attaches to none of them. Raises RegionError.
+#[pyfunction]
+#[pyo3(signature = (directory=None))]
+pub(crate) fn scan_regions(py: Python<'_>, directory: Option<PathBuf>) -> PyResult<Bound<'_, PyList>> {
+    let found = py.detach(|| core::Region::scan(directory.as_deref())).map_err(to_py)?;
+    let list = PyList::empty(py);
+    for region in found {
+        let (state, clients) = match region.state {
+            State::Alive { clients } => ("alive", clients),
+            State::Busy => ("busy", 0),
+            State::Idle => ("idle", 0),
+            State::Dead => ("dead", 0),
+        };
+        let dict = PyDict::new(py);
+        dict.set_item("name", region.name)?;
+        dict.set_item("layout", region.layout)?;
+        dict.set_item("path", region.path.display().to_string())?;
+        dict.set_item("bytes", region.bytes)?;
+        dict.set_item("lifetime", region.lifetime.map(lifetime_name))?;
+        dict.set_item("state", state)?;
+        dict.set_item("clients", clients)?;
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+/// Removes the files of regions that nobody uses any more; persistent ones stay. Returns their names. Raises RegionError.
+#[pyfunction]
+#[pyo3(signature = (directory=None))]
+pub(crate) fn remove_dead_regions(py: Python<'_>, directory: Option<PathBuf>) -> PyResult<Vec<String>> {
+    py.detach(|| core::Region::remove_dead(directory.as_deref())).map_err(to_py)
 }

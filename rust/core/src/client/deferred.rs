@@ -20,6 +20,10 @@ pub enum Deferred {
     ClaimLoad(u32, TransferId),
     /// A rank's copy is over, well or not.
     Complete(u32, TransferId, bool),
+    /// Record the checksum of a save's bytes.
+    SetChecksum(TransferId, u64),
+    /// A leased entry's bytes fit their checksum, or not.
+    Confirm(TransferId, bool),
     /// Drop a save of which no rank knows.
     Withdraw(TransferId),
     /// Let no further rank claim a transfer.
@@ -84,6 +88,8 @@ impl Client {
             Deferred::DispatchLoad(id, ranks) => index.dispatch_load(id, ranks),
             Deferred::ClaimLoad(rank, id) => index.claim_load(rank, id).map(drop),
             Deferred::Complete(rank, id, ok) => index.complete(rank, id, ok),
+            Deferred::SetChecksum(id, checksum) => index.set_checksum(id, checksum),
+            Deferred::Confirm(id, fits) => index.confirm(id, fits),
             Deferred::Withdraw(id) => index.withdraw(id),
             Deferred::CloseUnclaimed(id) => index.close_unclaimed(id).map(drop),
             Deferred::FinishSave(id) => index.finish_save(id),

@@ -104,8 +104,12 @@ pub struct Reclaimed {
 }
 
 impl Index<'_> {
-    /// Takes a client record; `None` where all are in use.
+    /// Takes a client record; `None` where all are in use. The first client after a time without any begins a new
+    /// incarnation of the region, in which checksums are compared anew.
     pub fn register_client(&mut self, registration: &Registration<'_>) -> Checked<Option<ClientRef>> {
+        if !self.has_live_client()? {
+            self.root.incarnation = self.root.incarnation.wrapping_add(1);
+        }
         for number in 0..self.clients.len() as u32 {
             let commit = self.client_commit(number)?;
             if commit.state != client_state::FREE {
@@ -182,6 +186,15 @@ impl Index<'_> {
         reclaimed.holds_ended += self.release(client)?;
         reclaimed.released += 1;
         Ok(())
+    }
+
+    fn has_live_client(&self) -> Checked<bool> {
+        for number in 0..self.clients.len() as u32 {
+            if self.client_commit(number)?.state == client_state::LIVE {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn group_lives(&self, group: u64) -> Checked<bool> {

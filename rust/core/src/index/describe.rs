@@ -60,6 +60,9 @@ pub struct EntryInfo {
     pub ndim: u8,
     /// The code of its element type; 0 until a save was claimed.
     pub dtype: u8,
+    /// The checksum that its bytes must be compared with before they are used, if that has not been done since the pool was
+    /// last without clients.
+    pub unverified: Option<u64>,
 }
 
 /// Sums over the index.
@@ -110,6 +113,8 @@ impl Index<'_> {
             shape: details.shape,
             ndim: details.ndim.min(MAX_DIMS as u8),
             dtype: details.dtype,
+            unverified: (details.has_checksum != 0 && details.verified_in != self.root.incarnation)
+                .then_some(details.checksum),
         })
     }
 

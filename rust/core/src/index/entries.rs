@@ -1,8 +1,8 @@
 //! The verbs of vLLM's `EmbeddingCache`: get, alloc, mark ready, pin, unpin, discard.
 
-use super::commit::Table;
+use super::commit::{Commit, Table};
 use super::namespaces::NamespaceKey;
-use super::records::{ClientRef, hold_kind, slot_state};
+use super::records::{ClientRef, Hold, hold_kind, slot_state};
 use super::transfers::{BeginSave, SaveRequest};
 use super::{Checked, EntryInfo, Index};
 
@@ -49,6 +49,21 @@ impl Index<'_> {
         }
     }
 
+    /// Whether an entry of this digest is being written by another client than `me`.
+    pub fn is_written_elsewhere(
+        &mut self,
+        digest: &[u64; 4],
+        namespace: &NamespaceKey,
+        me: ClientRef,
+    ) -> Checked<bool> {
+        let Some(slot) = self.find(digest, namespace)? else { return Ok(false) };
+        if self.slot_commit(slot)?.state != slot_state::WRITING {
+            return Ok(false);
+        }
+        let others = self.find_hold(slot, |hold, commit| commit.state == hold_kind::SAVE && hold.owner != me)?;
+        Ok(others.is_some())
+    }
+
     /// Makes a WRITING entry of `num_blocks` blocks that its owner fills and then marks ready.
     pub fn alloc(
         &mut self,
@@ -91,14 +106,23 @@ impl Index<'_> {
         namespace: &NamespaceKey,
         owner: ClientRef,
     ) -> Checked<Result<u32, Unfit>> {
-        let Some(slot) = self.find(digest, namespace)? else { return Ok(Err(Unfit::Missing)) };
-        if self.slot_commit(slot)?.state == slot_state::READY {
-            return Ok(Err(Unfit::Ready));
-        }
-        let own = self.find_hold(slot, |hold, commit| {
+        let is_own = |hold: &Hold, commit: Commit| {
             commit.state == hold_kind::SAVE && hold.owner == owner && hold.participants == 0
-        })?;
-        Ok(own.ok_or(Unfit::WrittenByOthers))
+        };
+        let found = self.find(digest, namespace)?;
+        if let Some(slot) = found
+            && let Some(hold) = self.find_hold(slot, is_own)?
+        {
+            return Ok(Ok(hold));
+        }
+        if let Some(hold) = self.find_hold_of_doomed(digest, is_own)? {
+            return Ok(Ok(hold));
+        }
+        Ok(Err(match found {
+            None => Unfit::Missing,
+            Some(slot) if self.slot_commit(slot)?.state == slot_state::READY => Unfit::Ready,
+            Some(_) => Unfit::WrittenByOthers,
+        }))
     }
 
     /// Keeps a READY entry in place until as many unpins as pins.
@@ -108,7 +132,8 @@ impl Index<'_> {
         if commit.state != slot_state::READY {
             return Ok(Err(Unfit::Writing));
         }
-        if let Some(hold) = self.own_pin(slot, owner)? {
+        let own = self.find_hold(slot, |hold, commit| commit.state == hold_kind::PIN && hold.owner == owner)?;
+        if let Some(hold) = own {
             let pins = &mut self.hold_mut(hold)?.pins;
             *pins = pins.saturating_add(1);
             return Ok(Ok(()));
@@ -127,13 +152,13 @@ impl Index<'_> {
         owner: ClientRef,
     ) -> Checked<Result<(), Unfit>> {
         let found = self.find(digest, namespace)?;
+        let is_own = |hold: &Hold, commit: Commit| commit.state == hold_kind::PIN && hold.owner == owner;
         let own = match found {
-            Some(slot) => self.own_pin(slot, owner)?,
+            Some(slot) => self.find_hold(slot, is_own)?,
             None => None,
         };
-        let Some(hold) = own.map_or_else(|| self.own_pin_of_doomed(digest, owner), |hold| Ok(Some(hold)))? else {
-            return self.not_pinned(found).map(Err);
-        };
+        let own = if own.is_none() { self.find_hold_of_doomed(digest, is_own)? } else { own };
+        let Some(hold) = own else { return self.not_pinned(found).map(Err) };
         let pins = &mut self.hold_mut(hold)?.pins;
         *pins = pins.saturating_sub(1);
         if *pins == 0 {
@@ -151,16 +176,11 @@ impl Index<'_> {
         })
     }
 
-    fn own_pin(&self, slot: u32, owner: ClientRef) -> Checked<Option<u32>> {
-        self.find_hold(slot, |hold, commit| commit.state == hold_kind::PIN && hold.owner == owner)
-    }
-
-    /// A pinned entry that was flushed or replaced is no longer found by key, but its pin must still end.
-    fn own_pin_of_doomed(&self, digest: &[u64; 4], owner: ClientRef) -> Checked<Option<u32>> {
-        for number in 0..self.root.holds_touched.min(self.holds.len() as u32) {
-            let record = self.hold(number)?;
-            let pins = self.hold_commit(number)?.state == hold_kind::PIN && record.owner == owner;
-            if pins && self.slot(record.slot)?.digest == *digest {
+    /// An entry that was flushed or replaced is no longer found by key, but its writer and its pins must still end.
+    fn find_hold_of_doomed(&self, digest: &[u64; 4], wanted: impl Fn(&Hold, Commit) -> bool) -> Checked<Option<u32>> {
+        for number in 0..self.root.holds_touched.min(self.layout.num_holds()) {
+            let (record, commit) = (self.hold(number)?, self.hold_commit(number)?);
+            if wanted(record, commit) && self.slot(record.slot)?.digest == *digest {
                 return Ok(Some(number));
             }
         }

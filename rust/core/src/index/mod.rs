@@ -143,6 +143,8 @@ pub struct Tally {
     pub saves_dropped: u64,
     /// Loads that ended.
     pub loads_completed: u64,
+    /// Entries dropped because their bytes did not fit their checksum.
+    pub corrupted: u64,
 }
 
 /// A view of an index, valid while its guard is held.

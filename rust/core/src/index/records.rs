@@ -78,7 +78,10 @@ pub(crate) struct Details {
     pub(crate) dtype: u8,
     pub(crate) ndim: u8,
     pub(crate) has_checksum: u8,
-    pub(crate) reserved: [u8; 57],
+    pub(crate) reserved: [u8; 1],
+    /// The incarnation of the region in which the checksum was last known to fit.
+    pub(crate) verified_in: u32,
+    pub(crate) spare: [u8; 52],
     pub(crate) key_prefix: [u8; KEY_PREFIX_LEN],
 }
 
@@ -207,7 +210,9 @@ pub(crate) struct Root {
     pub(crate) free_hold: u32,
     pub(crate) holds_touched: u32,
     pub(crate) holds_used: u32,
-    pub(crate) reserved: [u32; 15],
+    /// How often a client attached while no other lived. Not derived: a rebuild leaves it.
+    pub(crate) incarnation: u32,
+    pub(crate) reserved: [u32; 14],
 }
 
 /// Derived heads of the size classes of free runs, and which are not empty.

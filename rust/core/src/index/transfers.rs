@@ -269,6 +269,31 @@ impl Index<'_> {
         Ok(true)
     }
 
+    /// Records the checksum of a save's bytes, which the rank that wrote them knows before it completes the save.
+    pub fn set_checksum(&mut self, id: TransferId, checksum: u64) -> Checked<()> {
+        let Some((hold, commit)) = self.hold_by_id(id)? else { return Ok(()) };
+        if commit.state != hold_kind::SAVE {
+            return Ok(());
+        }
+        let (slot, incarnation) = (self.hold(hold)?.slot, self.root.incarnation);
+        let details = self.details_mut(slot)?;
+        (details.checksum, details.has_checksum, details.verified_in) = (checksum, 1, incarnation);
+        Ok(())
+    }
+
+    /// The holder of a lease has compared the entry's bytes with its checksum: they fit, or the entry goes.
+    pub fn confirm(&mut self, id: TransferId, fits: bool) -> Checked<()> {
+        let Some((hold, _)) = self.hold_by_id(id)? else { return Ok(()) };
+        let (slot, incarnation) = (self.hold(hold)?.slot, self.root.incarnation);
+        if fits {
+            self.details_mut(slot)?.verified_in = incarnation;
+            return Ok(());
+        }
+        self.tally.corrupted += 1;
+        self.drop_entry(slot)?;
+        self.end_lease(id)
+    }
+
     /// A rank's word that its copy is over, well or not.
     pub fn complete(&mut self, rank: u32, id: TransferId, ok: bool) -> Checked<()> {
         let Some((hold, commit)) = self.hold_by_id(id)? else { return Ok(()) };
@@ -405,7 +430,9 @@ fn new_details(request: &SaveRequest<'_>, namespace: &NamespaceKey) -> Details {
         dtype: 0,
         ndim: 0,
         has_checksum: 0,
-        reserved: [0; 57],
+        reserved: [0; 1],
+        verified_in: 0,
+        spare: [0; 52],
         key_prefix,
     }
 }

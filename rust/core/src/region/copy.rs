@@ -3,8 +3,13 @@
 
 use std::ptr;
 
+use xxhash_rust::xxh3::Xxh3;
+
 use super::Region;
 use crate::error::{Error, Result};
+
+/// Small enough to stay in the nearest cache.
+const CHECKSUM_CHUNK: usize = 16 << 10;
 
 /// A run of bytes of the data area: offset from its begin, and length.
 pub type Piece = (u64, u64);
@@ -63,6 +68,28 @@ impl Region {
             // long as `self` lives. They may overlap, so this is a move.
             unsafe { ptr::copy(place, to, run) };
         })
+    }
+
+    /// The checksum (XXH3, 64 bits) of `len` bytes of the data area, in the order of the pieces. From any thread.
+    ///
+    /// # Errors
+    /// As [`Region::write_pieces`].
+    pub fn checksum(&self, pieces: &[Piece], len: u64) -> Result<u64> {
+        let len = usize::try_from(len).map_err(|_| Error::invalid("length", len, "one that fits into memory"))?;
+        let mut hasher = Xxh3::new();
+        let mut chunk = [0u8; CHECKSUM_CHUNK];
+        self.for_each_run(pieces, len, |place, _, run| {
+            for begin in (0..run).step_by(CHECKSUM_CHUNK) {
+                let part = &mut chunk[..CHECKSUM_CHUNK.min(run - begin)];
+                let from = place.wrapping_add(begin);
+                // SAFETY: the run lies in the data area, which is mapped as long as `self` lives, and `begin + part.len()`
+                // is at most `run`; `part` is this frame's own. Other processes may write there, so the bytes are
+                // moved out before Rust looks at them.
+                unsafe { ptr::copy_nonoverlapping(from, part.as_mut_ptr(), part.len()) };
+                hasher.update(part);
+            }
+        })?;
+        Ok(hasher.digest())
     }
 
     /// Calls `copy(place in the data area, bytes done so far, bytes of this run)` for each run of `len` bytes

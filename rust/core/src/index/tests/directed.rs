@@ -194,3 +194,45 @@ fn dying_twice_is_dying_once() {
     harness.memory.index().deregister_client(gone).unwrap();
     assert_eq!(harness.memory.index().violations(), Vec::<String>::new());
 }
+
+#[test]
+fn a_checksum_is_asked_for_once_after_a_time_without_clients() {
+    let mut harness = Harness::new();
+    let id = save(&mut harness, 1, 2);
+    let (namespace, owner) = (harness.namespace(), harness.clients[0]);
+    let mut index = harness.memory.index();
+    index.claim_save(0, id, &shape(2)).unwrap();
+    index.set_checksum(id, 77).unwrap();
+    index.complete(0, id, true).unwrap();
+    let lease = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    assert_eq!(lease.unverified, None, "whoever wrote it knows it");
+    index.end_lease(lease.id).unwrap();
+    for client in harness.clients {
+        index.deregister_client(client).unwrap();
+    }
+    let owner = index.register_client(&registration(Role::Pool, 0)).unwrap().unwrap();
+    let lease = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    assert_eq!(lease.unverified, Some(77));
+    index.confirm(lease.id, true).unwrap();
+    let second = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    assert_eq!(second.unverified, None);
+    index.end_lease(second.id).unwrap();
+    index.confirm(lease.id, false).unwrap();
+    assert_eq!((index.stats().free_blocks, index.stats().holds), (24, 0), "what does not fit goes");
+    assert_eq!(index.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn being_written_by_another_client_is_told_from_being_written_by_oneself() {
+    let mut harness = Harness::new();
+    let id = save(&mut harness, 1, 2);
+    let namespace = harness.namespace();
+    let [writer, other] = harness.clients;
+    let mut index = harness.memory.index();
+    assert!(index.is_written_elsewhere(&digest(1), &namespace, other).unwrap());
+    assert!(!index.is_written_elsewhere(&digest(1), &namespace, writer).unwrap());
+    assert!(!index.is_written_elsewhere(&digest(2), &namespace, other).unwrap());
+    index.claim_save(0, id, &shape(2)).unwrap();
+    index.complete(0, id, true).unwrap();
+    assert!(!index.is_written_elsewhere(&digest(1), &namespace, other).unwrap());
+}

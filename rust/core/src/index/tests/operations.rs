@@ -201,22 +201,34 @@ impl Harness {
     fn apply_own_writing(&mut self, operation: &Operation, client: usize, key: u8) {
         let (namespace, owner) = (self.namespace(), self.clients[client]);
         let ready = matches!(operation, Operation::MarkReady { .. });
+        let (own, of_doomed) = self.model_writers(client, key);
+        if own.is_none() && of_doomed.len() > 1 {
+            return;
+        }
         let mut index = self.memory.index();
         let outcome = if ready {
             index.mark_ready(&digest(key), &namespace, owner).unwrap()
         } else {
             index.discard(&digest(key), &namespace, owner).unwrap()
         };
-        let own = self.model.find(key).filter(|e| e.state == State::Writing).and_then(|entry| {
-            let own = |h: &&super::model::Hold| {
-                h.entry == entry.number && h.owner == client && h.kind == Kind::Save && h.participants.is_empty()
-            };
-            self.model.holds.iter().find(own).map(|h| h.id)
-        });
-        assert_eq!(outcome.is_ok(), own.is_some());
-        if let Some(id) = own {
+        assert_eq!(outcome.is_ok(), own.is_some() || !of_doomed.is_empty());
+        if let Some(id) = own.or(of_doomed.first().copied()) {
             self.model.resolve_save(id, ready);
         }
+    }
+
+    /// The hold under which this client writes a findable entry by itself, and those of its doomed entries.
+    fn model_writers(&self, client: usize, key: u8) -> (Option<u64>, Vec<u64>) {
+        let of = |state: State| {
+            let entries = self.model.entries.iter().filter(move |e| e.key == key && e.state == state);
+            entries.filter_map(|entry| {
+                let own = |h: &&super::model::Hold| {
+                    h.entry == entry.number && h.owner == client && h.kind == Kind::Save && h.participants.is_empty()
+                };
+                self.model.holds.iter().find(own).map(|h| h.id)
+            })
+        };
+        (of(State::Writing).next(), of(State::Doomed).collect())
     }
 
     fn apply_pin(&mut self, client: usize, key: u8) {
