@@ -16,6 +16,7 @@ use crate::index::{
     BeginSave, Checked, ClaimOutcome, EntryHandle, EntryInfo, Index, NamespaceKey, NamespaceRef, SaveRequest,
     SaveShape, SaveSkip, TransferId, Unfit,
 };
+use crate::memo;
 
 /// Slots that a flush looks at per acquisition of the lock.
 const SWEEP: u32 = 4096;
@@ -43,6 +44,7 @@ pub struct EmbeddingCache {
     digest: [u64; 4],
     /// What keys are hashed with: the namespace's digest, so that equal keys of two namespaces have nothing in common.
     hash_key: [u8; 32],
+    memo_owner: memo::Owner,
     /// The namespace's row and generation, as last seen.
     namespace: AtomicU64,
 }
@@ -51,7 +53,9 @@ impl EmbeddingCache {
     /// The cache of the namespace that `name` means.
     pub fn new(client: Arc<Client>, name: &str) -> Self {
         let hash_key = *blake3::hash(name.as_bytes()).as_bytes();
-        Self { client, label: name.to_owned(), digest: words(&hash_key), hash_key, namespace: AtomicU64::new(0) }
+        let namespace = AtomicU64::new(0);
+        let (label, digest, memo_owner) = (name.to_owned(), words(&hash_key), memo::Owner::new());
+        Self { client, label, digest, hash_key, memo_owner, namespace }
     }
 
     /// The client whose holds this cache takes.
@@ -70,7 +74,9 @@ impl EmbeddingCache {
     }
 
     fn key_digest(&self, key: &str) -> [u64; 4] {
-        words(blake3::keyed_hash(&self.hash_key, key.as_bytes()).as_bytes())
+        memo::digest(self.memo_owner, key.as_bytes(), || {
+            words(blake3::keyed_hash(&self.hash_key, key.as_bytes()).as_bytes())
+        })
     }
 
     fn known_namespace(&self) -> NamespaceRef {
@@ -234,13 +240,13 @@ impl EmbeddingCache {
         needed: &'static str,
         wait: Duration,
         outcome: Result<std::result::Result<(), Unfit>>,
-        later: impl FnOnce([u64; 4], NamespaceRef) -> Deferred,
+        later: impl FnOnce([u64; 4], [u64; 4]) -> Deferred,
     ) -> Result<()> {
         match outcome {
             Ok(Ok(())) => Ok(()),
             Ok(Err(unfit)) => Err(self.unfit_error(doing, key, needed, unfit)),
             Err(Error::Busy { .. }) if !wait.is_zero() => {
-                self.client.defer(later(self.key_digest(key), self.known_namespace()));
+                self.client.defer(later(self.key_digest(key), self.digest));
                 Ok(())
             }
             Err(error) => Err(error),

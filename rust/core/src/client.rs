@@ -14,6 +14,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use crate::counters::{COUNTERS, Counter};
 use crate::error::{Error, Result};
 use crate::geometry::{COUNTERS_PER_CLIENT, MAX_CLIENTS};
+use crate::index::crash::crash_point;
 use crate::index::{
     Checked, ClientInfo, ClientRef, Damaged, Index, IndexLayout, IndexStats, NamespaceInfo, Reclaimed, Registration,
     Role, Tally,
@@ -21,6 +22,8 @@ use crate::index::{
 use crate::region::{Guard, Region};
 
 mod deferred;
+#[cfg(test)]
+mod tests;
 
 pub use deferred::Deferred;
 
@@ -191,8 +194,10 @@ impl Client {
     /// `Busy` at the deadline, `Closed` after a close or in a forked child.
     pub fn with<R>(&self, wait: Duration, mut operation: impl FnMut(&mut Index<'_>) -> Checked<R>) -> Result<R> {
         let mut held = self.hold(wait)?;
+        crash_point();
         let mut tally = Tally::default();
         let outcome = self.run(&mut held, &mut tally, &mut operation);
+        crash_point();
         drop(held);
         self.count_tally(&tally);
         outcome
@@ -206,6 +211,7 @@ impl Client {
     ) -> Result<R> {
         if held.is_dirty() {
             self.view(held, |index| self.rebuild(index)).map_err(unusable)?;
+            crash_point();
             held.clear_dirty();
         }
         let outcome = self.view(held, |index| {

@@ -58,6 +58,22 @@ fn open_gate() {
     GATE.store(false, Ordering::Release);
 }
 
+/// No fork happens while one of these lives.
+struct Passing;
+
+impl Passing {
+    fn begin() -> Self {
+        shut_gate();
+        Self
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        open_gate();
+    }
+}
+
 extern "C" fn before_fork() {
     shut_gate();
 }
@@ -100,10 +116,8 @@ impl Descriptor {
     /// Opens and notes a descriptor; no fork happens in between.
     pub(crate) fn open(open: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<Self> {
         install_handlers()?;
-        shut_gate();
-        let opened = open().and_then(Self::note);
-        open_gate();
-        opened
+        let _passing = Passing::begin();
+        open().and_then(Self::note)
     }
 
     fn note(owned: OwnedFd) -> io::Result<Self> {
@@ -137,11 +151,10 @@ impl Drop for Descriptor {
         if !self.is_ours() {
             return;
         }
-        shut_gate();
+        let _passing = Passing::begin();
         TABLE[self.place].store(0, Ordering::Relaxed);
         // SAFETY: it is open and owned by `self` alone: it was taken out of an `OwnedFd` and is closed only here.
         drop(unsafe { OwnedFd::from_raw_fd(self.number) });
-        open_gate();
     }
 }
 

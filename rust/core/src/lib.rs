@@ -16,6 +16,7 @@ pub mod geometry;
 pub mod index;
 pub mod liveness;
 pub mod lock;
+mod memo;
 pub mod policy;
 pub mod region;
 mod sync;

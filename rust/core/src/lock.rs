@@ -69,6 +69,8 @@ use crate::liveness::ClientTag;
 use crate::sync::Word;
 
 #[cfg(test)]
+mod model;
+#[cfg(test)]
 mod tests;
 
 const WAITERS: u32 = 1 << 31;
@@ -80,8 +82,6 @@ pub(crate) const GENERATION_MASK: u32 = (1 << GENERATION_BITS) - 1;
 
 /// How long a waiter sleeps before it looks again: what a lost wake or a dead holder can cost.
 pub(crate) const SLICE: Duration = Duration::from_millis(2);
-/// Looks before the first sleep: a few microseconds, about what a section under the lock takes.
-const SPINS: u32 = 64;
 
 /// A word's holder: the form that a client tag takes in the word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,8 +172,8 @@ pub(crate) fn take_by(word: &impl Word, me: Owner, owners: &impl Owners, deadlin
 }
 
 /// The last value seen: 0, or what it still was after spinning.
-fn spin_while_taken(word: &impl Word) -> u32 {
-    for _ in 0..SPINS {
+fn spin_while_taken<W: Word>(word: &W) -> u32 {
+    for _ in 0..W::SPINS {
         if word.load() == 0 {
             return 0;
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::Client;
 use crate::counters::Counter;
 use crate::error::{Error, Result};
-use crate::index::{Checked, Index, NamespaceRef, TransferId};
+use crate::index::{Checked, Index, TransferId};
 
 /// One operation that must happen, sooner or later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,12 +32,12 @@ pub enum Deferred {
     FinishSave(TransferId),
     /// Declare a load over.
     FinishLoad(TransferId),
-    /// An entry's owner has filled it.
-    MarkReady([u64; 4], NamespaceRef),
+    /// An entry's owner has filled it: the key's digest and the namespace's, as in the next two.
+    MarkReady([u64; 4], [u64; 4]),
     /// An entry's owner will not fill it.
-    Discard([u64; 4], NamespaceRef),
+    Discard([u64; 4], [u64; 4]),
     /// End a pin.
-    Unpin([u64; 4], NamespaceRef),
+    Unpin([u64; 4], [u64; 4]),
 }
 
 impl Client {
@@ -94,15 +94,15 @@ impl Client {
             Deferred::CloseUnclaimed(id) => index.close_unclaimed(id).map(drop),
             Deferred::FinishSave(id) => index.finish_save(id),
             Deferred::FinishLoad(id) => index.finish_load(id),
-            Deferred::MarkReady(digest, namespace) => match index.namespace(namespace) {
+            Deferred::MarkReady(digest, namespace) => match index.namespace_by_digest(&namespace)? {
                 Some(namespace) => index.mark_ready(&digest, &namespace, self.me).map(drop),
                 None => Ok(()),
             },
-            Deferred::Discard(digest, namespace) => match index.namespace(namespace) {
+            Deferred::Discard(digest, namespace) => match index.namespace_by_digest(&namespace)? {
                 Some(namespace) => index.discard(&digest, &namespace, self.me).map(drop),
                 None => Ok(()),
             },
-            Deferred::Unpin(digest, namespace) => match index.namespace(namespace) {
+            Deferred::Unpin(digest, namespace) => match index.namespace_by_digest(&namespace)? {
                 Some(namespace) => index.unpin(&digest, &namespace, self.me).map(drop),
                 None => Ok(()),
             },

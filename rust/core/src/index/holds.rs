@@ -30,6 +30,10 @@ impl Index<'_> {
         Ok(Some(hold))
     }
 
+    pub(super) fn has_free_hold(&self) -> bool {
+        (self.root.holds_used as usize) < self.holds.len()
+    }
+
     pub(super) fn give_hold(&mut self, hold: u32) -> Checked<()> {
         let next = self.root.free_hold;
         let record = self.hold_mut(hold)?;

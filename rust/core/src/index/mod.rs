@@ -7,7 +7,7 @@
 //! # The life of an entry
 //!
 //! `FREE → WRITING → READY → FREE`, aside of which stand `DOOMED` (no longer found by key; its blocks return when
-//! its last hold is resolved) and `ORPHANED` (a dead owner's unfinished entry; see [`clients`]). Every WRITING entry
+//! its last hold is resolved) and `ORPHANED` (a dead owner's unfinished entry; see the module `clients`). Every WRITING entry
 //! has exactly one SAVE hold.
 //!
 //! # Damage

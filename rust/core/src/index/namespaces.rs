@@ -65,6 +65,12 @@ impl Index<'_> {
         Ok(Some(NamespaceRef { row, generation: commit.generation }))
     }
 
+    /// The namespace with this digest, if there is one.
+    pub fn namespace_by_digest(&self, digest: &[u64; 4]) -> Checked<Option<NamespaceKey>> {
+        let row = self.find_namespace(digest)?;
+        row.map(|row| Ok(NamespaceKey { row, epoch: self.namespace_row(row)?.epoch })).transpose()
+    }
+
     fn find_namespace(&self, digest: &[u64; 4]) -> Checked<Option<u32>> {
         for row in 0..self.namespaces.len() as u32 {
             let used = self.namespace_commit(row)?.state == namespace_state::USED;

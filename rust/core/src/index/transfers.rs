@@ -188,7 +188,8 @@ impl Index<'_> {
             Ok(blocks) if blocks <= self.layout.num_blocks => blocks,
             _ => return Ok(BeginSave::Skipped(SaveSkip::TooLarge)),
         };
-        if !self.make_room(num_blocks)? {
+        // Before anything is evicted for what then cannot begin.
+        if !self.has_free_hold() || !self.make_room(num_blocks)? {
             return Ok(BeginSave::Skipped(SaveSkip::NoRoom));
         }
         let Some(hold) = self.take_hold()? else { return Ok(BeginSave::Skipped(SaveSkip::NoRoom)) };

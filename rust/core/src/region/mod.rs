@@ -149,13 +149,14 @@ impl Region {
     }
 
     /// The generation that the place `index` has now: its present or last client's. `None` for an index that no
-    /// client can have; 0 for a place that was never taken.
+    /// client can have; 0, which no client has, for a place that was never taken.
     pub fn client_generation(&self, index: u16) -> Option<u32> {
         self.control.generation(index).map(|generation| generation.load(Ordering::SeqCst))
     }
 
-    /// A counter of the client in place `client`. Needs no lock. When a client leaves, or its place is taken again
-    /// after its death, its counters are added to the totals and become 0.
+    /// A counter of the client in place `client`, or of the last one that was there. Needs no lock. When a place is
+    /// taken again, its counters are added to the totals and become 0, so totals and places together hold all that
+    /// was ever counted.
     ///
     /// # Panics
     /// If `client` is not below `MAX_CLIENTS`, or `which` not below `COUNTERS_PER_CLIENT`.
@@ -164,7 +165,7 @@ impl Region {
         self.control.counter(client, which)
     }
 
-    /// The same counter summed over the clients that are gone. Needs no lock.
+    /// The same counter summed over clients whose places were taken again. Needs no lock.
     ///
     /// # Panics
     /// If `which` is not below `COUNTERS_PER_CLIENT`.
@@ -174,10 +175,7 @@ impl Region {
 
     /// Adds the counters of the client in place `client` to the totals and makes them 0. Each count is moved
     /// once, whoever else does the same at the same time.
-    ///
-    /// # Panics
-    /// If `client` is not below `MAX_CLIENTS`.
-    pub fn fold_counters(&self, client: u16) {
+    fn fold_counters(&self, client: u16) {
         for which in 0..COUNTERS_PER_CLIENT {
             let count = self.counter(client, which).swap(0, Ordering::Relaxed);
             if count != 0 {
@@ -200,7 +198,7 @@ impl Region {
     /// A thread that holds the lock keeps it until its guard is dropped, and the client stays until then; copies
     /// that are under way in other threads should be over.
     pub fn close(&self) {
-        if self.closed.swap(true, Ordering::SeqCst) {
+        if self.closed.swap(true, Ordering::SeqCst) || self.is_forked() {
             return;
         }
         let begun = Instant::now();
@@ -217,17 +215,13 @@ impl Region {
 
     /// Leaves, unless a thread of this client has the lock: then that thread will, when it gives the lock back.
     fn leave_unless_inside(&self) {
-        if self.is_forked() || self.is_inside() {
-            return;
-        }
-        if !self.left.swap(true, Ordering::SeqCst) {
+        if !self.is_forked() && !self.is_inside() && !self.left.swap(true, Ordering::SeqCst) {
             self.leave();
         }
     }
 
     fn leave(&self) {
         let orderly = self.enter_to_leave();
-        self.fold_counters(self.tag.index);
         self.lock_file.unlock(Range::client(self.tag.index));
         if orderly {
             if !self.lock_file.is_locked_elsewhere(Range::CLIENTS).unwrap_or(true)

@@ -131,7 +131,8 @@ impl Model {
         }
         let evictable = self.evictable();
         let reachable = self.free_blocks() + evictable.iter().map(|n| self.entry(*n).blocks).sum::<u32>();
-        if u64::from(reachable) < blocks || (self.entries.len() == self.num_slots && evictable.is_empty()) {
+        let has_slot = self.entries.len() < self.num_slots || !evictable.is_empty();
+        if u64::from(reachable) < blocks || !has_slot || self.holds.len() == self.num_holds {
             return Begun::NoRoom;
         }
         for victim in evictable {
@@ -140,7 +141,7 @@ impl Model {
             }
             self.remove_entry(victim);
         }
-        if self.holds.len() == self.num_holds { Begun::NoRoom } else { Begun::Yes }
+        Begun::Yes
     }
 
     pub(super) fn hold(&mut self, id: u64, entry: u64, owner: usize, kind: Kind, participants: BTreeSet<u32>) {

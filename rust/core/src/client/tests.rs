@@ -1,0 +1,149 @@
+//! What a panic under the lock costs, and that what was put off is not lost.
+
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::*;
+use crate::cache::EmbeddingCache;
+use crate::geometry::GeometryRequest;
+use crate::index::crash::{Crash, CrashKind, arm};
+use crate::region::{Lifetime, OpenRequest};
+
+const WAIT: Duration = Duration::from_millis(5);
+const BLOCKS: u64 = 8;
+const INTRODUCTION: Introduction<'_> = Introduction { role: Role::Pool, rank: 0, group: "" };
+
+fn in_region(directory: &Path) -> Client {
+    let geometry =
+        GeometryRequest { capacity: BLOCKS * 4096, block_size: 4096, segment_size: 2 << 20, num_slots: None };
+    let request = OpenRequest { directory: Some(directory), name: "r", geometry, lifetime: Lifetime::Shared };
+    let region = Region::open(&request, &mut |_, _, _| ControlFlow::Continue(())).unwrap();
+    Client::in_region(region, &INTRODUCTION).unwrap()
+}
+
+/// Runs the test on the heap and on a region.
+fn on_both(test: impl Fn(&EmbeddingCache)) {
+    test(&EmbeddingCache::new(Arc::new(Client::on_heap(BLOCKS as u32, 16, 4096).unwrap()), "n"));
+    let parent = tempfile::tempdir_in("/dev/shm").unwrap();
+    test(&EmbeddingCache::new(Arc::new(in_region(&parent.path().join("pools"))), "n"));
+}
+
+fn counter(cache: &EmbeddingCache, name: &str) -> u64 {
+    cache.client().counters().iter().find(|(n, _)| *n == name).unwrap().1
+}
+
+fn store(cache: &EmbeddingCache, key: &str) {
+    cache.alloc(WAIT, key, 2).unwrap().unwrap();
+    cache.mark_ready(WAIT, key).unwrap();
+}
+
+/// Every block is free or can be evicted, no hold is left, nothing is wrong.
+fn assert_whole(cache: &EmbeddingCache) {
+    let stats = cache.client().stats().unwrap();
+    assert_eq!(cache.client().violations().unwrap(), Vec::<String>::new());
+    assert_eq!((stats.free_blocks + stats.evictable_blocks, stats.holds), (BLOCKS as u32, 0));
+}
+
+#[test]
+fn a_panic_under_the_lock_costs_a_rebuild_and_nothing_else() {
+    on_both(|cache| {
+        store(cache, "kept");
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            cache.client().with(WAIT, |_| -> Checked<()> { std::panic::resume_unwind(Box::new("a defect")) })
+        }));
+        assert!(outcome.is_err());
+        assert!(cache.contains(WAIT, "kept").unwrap());
+        assert_eq!(counter(cache, "rebuilds"), 1);
+        store(cache, "after");
+        assert_eq!(counter(cache, "rebuilds"), 1, "once is enough");
+        assert_whole(cache);
+    });
+}
+
+#[test]
+fn a_panic_between_any_two_stores_of_any_call_loses_no_block_and_no_other_entry() {
+    let calls: [fn(&EmbeddingCache); 5] = [
+        |cache| drop(cache.alloc(WAIT, "new", 5)),
+        |cache| drop(cache.mark_ready(WAIT, "writing")),
+        |cache| drop(cache.discard(WAIT, "writing")),
+        |cache| drop(cache.lease(WAIT, "kept", None, None)),
+        |cache| drop(cache.flush()),
+    ];
+    for (number, call) in calls.iter().enumerate() {
+        on_both(|cache| {
+            for point in 0.. {
+                store(cache, "kept");
+                cache.alloc(WAIT, "writing", 1).unwrap().unwrap();
+                arm(Some((point, CrashKind::Panic)));
+                let outcome = catch_unwind(AssertUnwindSafe(|| call(cache)));
+                arm(None);
+                assert_eq!(cache.client().violations().unwrap(), Vec::<String>::new(), "call {number}, point {point}");
+                assert!(number == 4 || cache.contains(WAIT, "kept").unwrap(), "call {number}, point {point}");
+                everything_goes(cache);
+                match outcome {
+                    Ok(()) => break,
+                    Err(payload) => assert!(payload.is::<Crash>()),
+                }
+            }
+        });
+    }
+}
+
+/// Ends what the calls above left open; leases have no name to end them by, so their client does.
+fn everything_goes(cache: &EmbeddingCache) {
+    let me = cache.client().me();
+    let leases = cache.client().with(WAIT, |index| {
+        index.deregister_client(me)?;
+        index.reclaim(1, 0, &mut |_, _| true)?;
+        index.reclaim(2, 0, &mut |_, _| true)
+    });
+    leases.unwrap();
+    cache.flush().unwrap();
+    let stats = cache.client().stats().unwrap();
+    assert_eq!((stats.free_blocks, stats.entries, stats.holds), (BLOCKS as u32, 0, 0));
+    let registered = cache.client().with(WAIT, |index| {
+        index.register_client(&Registration {
+            role: Role::Pool,
+            rank: 0,
+            group: 0,
+            label: "",
+            byte: 0,
+            byte_generation: 0,
+            pid: 0,
+            attached_at_unix: 0,
+        })
+    });
+    assert!(registered.unwrap().is_some());
+}
+
+#[test]
+fn what_was_put_off_is_done_also_by_a_cache_that_never_had_the_lock_before() {
+    let parent = tempfile::tempdir_in("/dev/shm").unwrap();
+    let client = Arc::new(in_region(&parent.path().join("pools")));
+    let (first, second) = (EmbeddingCache::new(Arc::clone(&client), "n"), EmbeddingCache::new(client, "n"));
+    first.alloc(WAIT, "a", 1).unwrap().unwrap();
+    first.alloc(WAIT, "b", 1).unwrap().unwrap();
+    store(&first, "c");
+    first.pin(WAIT, "c").unwrap();
+    let guard = first.client().region().unwrap().lock(WAIT).unwrap();
+    second.mark_ready(WAIT, "a").unwrap();
+    second.discard(WAIT, "b").unwrap();
+    second.unpin(WAIT, "c").unwrap();
+    assert_eq!(first.client().deferred_len(), 3);
+    drop(guard);
+    assert!(first.contains(WAIT, "a").unwrap());
+    assert!(first.get(WAIT, "b").unwrap().is_none());
+    assert_eq!(first.client().deferred_len(), 0);
+    assert_whole(&first);
+}
+
+#[test]
+fn an_alloc_without_a_hold_record_evicts_nothing() {
+    let cache = EmbeddingCache::new(Arc::new(Client::on_heap(BLOCKS as u32, 16, 4096).unwrap()), "n");
+    (0..4).for_each(|n| store(&cache, &n.to_string()));
+    while cache.lease(WAIT, "0", None, None).unwrap().is_some() {}
+    assert!(cache.alloc(WAIT, "new", 2).unwrap().is_none());
+    assert!((0..4).all(|n| cache.contains(WAIT, &n.to_string()).unwrap()));
+}
