@@ -11,7 +11,7 @@ use ecpool_core::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-use crate::convert::{counters_dict, ids_of, relay};
+use crate::convert::{Id, Rank, Ranks, counters_dict, ids_of, relay};
 use crate::entry::{CacheEntry, Transfer};
 use crate::error::{invalid, to_py};
 use crate::region::Region;
@@ -40,7 +40,11 @@ impl EmbeddingCache {
     }
 
     fn give_back(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, action: impl Fn(u64) -> Deferred) -> PyResult<()> {
-        let operations: Vec<Deferred> = ids_of(ids)?.into_iter().map(action).collect();
+        self.give_back_ids(py, &ids_of(ids)?, action)
+    }
+
+    fn give_back_ids(&self, py: Python<'_>, ids: &[u64], action: impl Fn(u64) -> Deferred) -> PyResult<()> {
+        let operations: Vec<Deferred> = ids.iter().copied().map(action).collect();
         if operations.is_empty() {
             return Ok(());
         }
@@ -214,10 +218,10 @@ impl EmbeddingCache {
     /// Makes leases the loads that they promised. ranks: the ranks that take part, one bit each; a load ends when all of
     /// them have completed it. If the lock cannot be had the next call does it; the load can be copied all the same.
     #[pyo3(signature = (ids, *, ranks))]
-    fn dispatch_loads(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, ranks: u64) -> PyResult<()> {
-        let count = ids_of(ids)?.len() as u64;
-        self.give_back(py, ids, |id| Deferred::DispatchLoad(id, ranks))?;
-        self.cache.client().count(Counter::Loads, count);
+    fn dispatch_loads(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, ranks: Ranks) -> PyResult<()> {
+        let ids = ids_of(ids)?;
+        self.give_back_ids(py, &ids, |id| Deferred::DispatchLoad(id, ranks.0))?;
+        self.cache.client().count(Counter::Loads, ids.len() as u64);
         Ok(())
     }
 
@@ -226,7 +230,7 @@ impl EmbeddingCache {
     /// rows: the item's rows. row_bytes: bytes of a row as far as the caller knows; what was seen before for this modality
     /// in this namespace is preferred. ranks: the ranks that will write, one bit each; 0 is not allowed here.
     /// Returns the Transfer, or why not: "exists", "too_large" (for the whole pool), "no_room", "empty", "busy" (the lock).
-    #[pyo3(signature = (key, *, rows, row_bytes, modality="", ranks=1))]
+    #[pyo3(signature = (key, *, rows, row_bytes, modality="", ranks=Ranks(1)), text_signature = "($self, key, *, rows, row_bytes, modality='', ranks=1)")]
     fn begin_save<'py>(
         &self,
         py: Python<'py>,
@@ -234,13 +238,13 @@ impl EmbeddingCache {
         rows: i64,
         row_bytes: i64,
         modality: &str,
-        ranks: u64,
+        ranks: Ranks,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if ranks == 0 {
+        if ranks.0 == 0 {
             return Err(invalid("ranks is 0, but at least one rank must write"));
         }
         let (rows, row_bytes) = (rows.max(0) as u64, count_of("row_bytes", row_bytes)?);
-        let item = Item { key, rows, row_bytes, modality, participants: ranks };
+        let item = Item { key, rows, row_bytes, modality, participants: ranks.0 };
         let begun = relay(py, self.deadline, |wait| self.cache.begin_save(wait, &item));
         match self.or_busy(begun, py)? {
             Some(BeginSave::Begun(info)) => Ok(Bound::new(py, Transfer::new(info))?.into_any()),
@@ -250,8 +254,9 @@ impl EmbeddingCache {
     }
 
     /// A rank is about to copy out of these entries: "claimed", "repeated" (it claimed before) or "refused" (do not copy), one each.
-    fn claim_loads(&self, py: Python<'_>, rank: u32, ids: Vec<u64>) -> PyResult<Vec<&'static str>> {
-        let outcomes = relay(py, self.deadline, |wait| self.cache.claim_loads(wait, rank, &ids))?;
+    fn claim_loads(&self, py: Python<'_>, rank: Rank, ids: &Bound<'_, PyAny>) -> PyResult<Vec<&'static str>> {
+        let ids = ids_of(ids)?;
+        let outcomes = relay(py, self.deadline, |wait| self.cache.claim_loads(wait, rank.0, &ids))?;
         Ok(outcomes.into_iter().map(outcome_name).collect())
     }
 
@@ -260,12 +265,12 @@ impl EmbeddingCache {
     fn claim_saves(
         &self,
         py: Python<'_>,
-        rank: u32,
-        saves: Vec<(u64, Vec<i64>, String)>,
+        rank: Rank,
+        saves: Vec<(Id, Vec<i64>, String)>,
     ) -> PyResult<Vec<&'static str>> {
-        let shapes = saves.iter().map(|(id, sizes, dtype)| Ok((*id, save_shape(sizes, dtype)?)));
+        let shapes = saves.iter().map(|(id, sizes, dtype)| Ok((id.0, save_shape(sizes, dtype)?)));
         let shapes = shapes.collect::<PyResult<Vec<_>>>()?;
-        let outcomes = relay(py, self.deadline, |wait| self.cache.claim_saves(wait, rank, &shapes));
+        let outcomes = relay(py, self.deadline, |wait| self.cache.claim_saves(wait, rank.0, &shapes));
         match self.or_busy(outcomes, py)? {
             Some(outcomes) => Ok(outcomes.into_iter().map(outcome_name).collect()),
             None => Ok(vec!["busy"; shapes.len()]),
@@ -275,23 +280,25 @@ impl EmbeddingCache {
     /// A rank's copies are over, well or not. The last rank makes a save ready or ends a load; a failed save goes.
     /// Unknown, late and repeated ids change nothing.
     #[pyo3(signature = (rank, ids, *, ok=true))]
-    fn complete(&self, py: Python<'_>, rank: u32, ids: &Bound<'_, PyAny>, ok: bool) -> PyResult<()> {
+    fn complete(&self, py: Python<'_>, rank: Rank, ids: &Bound<'_, PyAny>, ok: bool) -> PyResult<()> {
+        let ids = ids_of(ids)?;
         if !ok {
-            self.cache.client().count(Counter::CopiesFailed, ids_of(ids)?.len() as u64);
+            self.cache.client().count(Counter::CopiesFailed, ids.len() as u64);
         }
-        self.give_back(py, ids, |id| Deferred::Complete(rank, id, ok))
+        self.give_back_ids(py, &ids, |id| Deferred::Complete(rank.0, id, ok))
     }
 
     /// Records the checksums of saves, as (id, checksum), before they are completed. Unknown ids change nothing.
-    fn set_checksums(&self, py: Python<'_>, checksums: Vec<(u64, u64)>) -> PyResult<()> {
-        let operations: Vec<Deferred> = checksums.into_iter().map(|(id, sum)| Deferred::SetChecksum(id, sum)).collect();
+    fn set_checksums(&self, py: Python<'_>, checksums: Vec<(Id, u64)>) -> PyResult<()> {
+        let operations: Vec<Deferred> =
+            checksums.into_iter().map(|(id, sum)| Deferred::SetChecksum(id.0, sum)).collect();
         relay(py, self.deadline, |wait| self.cache.give_back(wait, &operations))
     }
 
     /// The bytes of a leased entry were compared with its checksum. If they do not fit, the entry goes and the lease ends.
     #[pyo3(signature = (id, *, fits))]
-    fn confirm(&self, py: Python<'_>, id: u64, fits: bool) -> PyResult<()> {
-        relay(py, self.deadline, |wait| self.cache.give_back(wait, &[Deferred::Confirm(id, fits)]))
+    fn confirm(&self, py: Python<'_>, id: Id, fits: bool) -> PyResult<()> {
+        relay(py, self.deadline, |wait| self.cache.give_back(wait, &[Deferred::Confirm(id.0, fits)]))
     }
 
     /// Whether another client is writing an entry of this key; False too where the lock cannot be had.

@@ -3,6 +3,8 @@
 mod buffer;
 mod cache;
 mod convert;
+#[cfg(feature = "crash-points")]
+mod crash;
 mod entry;
 mod error;
 mod region;
@@ -27,6 +29,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<entry::CacheEntry>()?;
     module.add_class::<entry::Transfer>()?;
     module.add_class::<tracker::StepTracker>()?;
+    #[cfg(feature = "crash-points")]
+    module.add_function(wrap_pyfunction!(crash::arm_crash, module)?)?;
     module.add_function(wrap_pyfunction!(region::scan_regions, module)?)?;
     module.add_function(wrap_pyfunction!(region::remove_dead_regions, module)?)?;
     Ok(())

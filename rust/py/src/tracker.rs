@@ -1,11 +1,46 @@
 //! `StepTracker` for Python.
 
+use std::hash::{Hash, Hasher};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ecpool_core::tracker::OwnHash;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use crate::error::{invalid, to_py};
+
+/// A request's id as Python has it, with the hash that Python keeps in the string: nothing is copied or hashed here.
+struct RequestId {
+    text: Py<PyString>,
+    hash: u64,
+}
+
+impl RequestId {
+    fn new(text: &Bound<'_, PyString>) -> PyResult<Self> {
+        Ok(Self { hash: text.hash()? as u64, text: text.clone().unbind() })
+    }
+}
+
+impl PartialEq for RequestId {
+    fn eq(&self, other: &Self) -> bool {
+        self.text.is(&other.text)
+            || self.hash == other.hash
+                && Python::attach(|py| match (self.text.to_str(py), other.text.to_str(py)) {
+                    (Ok(own), Ok(others)) => own == others,
+                    _ => false,
+                })
+    }
+}
+
+impl Eq for RequestId {}
+
+impl Hash for RequestId {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
+type Tracker = ecpool_core::tracker::StepTracker<Py<PyString>, RequestId, OwnHash>;
 
 /// The clock of engine steps: what was added comes back after N steps, or as soon as its request finishes.
 ///
@@ -13,11 +48,11 @@ use crate::error::{invalid, to_py};
 /// and for each key returned. Safe to call from several threads, though steps only make sense from one.
 #[pyclass(frozen, module = "ecpool._native")]
 pub(crate) struct StepTracker {
-    tracker: Mutex<ecpool_core::tracker::StepTracker<Py<PyString>>>,
+    tracker: Mutex<Tracker>,
 }
 
 impl StepTracker {
-    fn lock(&self) -> MutexGuard<'_, ecpool_core::tracker::StepTracker<Py<PyString>>> {
+    fn lock(&self) -> MutexGuard<'_, Tracker> {
         self.tracker.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -30,20 +65,31 @@ impl StepTracker {
         let delay = usize::try_from(max_concurrent_batches).map_err(|_| {
             invalid(format!("max_concurrent_batches is {max_concurrent_batches}, but must be at least 1"))
         })?;
-        let tracker = ecpool_core::tracker::StepTracker::new(delay).map_err(to_py)?;
+        let tracker = Tracker::new(delay).map_err(to_py)?;
         Ok(Self { tracker: Mutex::new(tracker) })
     }
 
     /// Adds a key on behalf of a request. The same key can be added any number of times.
-    fn add(&self, mm_hash: Py<PyString>, request_id: &str) {
-        self.lock().add(mm_hash, request_id);
+    fn add(&self, mm_hash: Py<PyString>, request_id: &Bound<'_, PyString>) -> PyResult<()> {
+        let request = RequestId::new(request_id)?;
+        self.lock().add(mm_hash, request);
+        Ok(())
+    }
+
+    /// Adds several keys on behalf of one request, in their order: `add` for each, in one call.
+    fn add_many(&self, mm_hashes: &Bound<'_, PyAny>, request_id: &Bound<'_, PyString>) -> PyResult<()> {
+        let keys = mm_hashes.try_iter()?.map(|key| Ok(key?.cast_into::<PyString>()?.unbind()));
+        let keys = keys.collect::<PyResult<Vec<_>>>()?;
+        let requests = keys.iter().map(|_| RequestId::new(request_id)).collect::<PyResult<Vec<_>>>()?;
+        let mut tracker = self.lock();
+        keys.into_iter().zip(requests).for_each(|(key, request)| tracker.add(key, request));
+        Ok(())
     }
 
     /// Ends a step; returns the keys of the finished requests, then those added max_concurrent_batches steps ago.
     fn step(&self, finished_req_ids: &Bound<'_, PyAny>) -> PyResult<Vec<Py<PyString>>> {
-        let finished: Vec<Bound<'_, PyString>> =
-            finished_req_ids.try_iter()?.map(|id| Ok(id?.cast_into::<PyString>()?)).collect::<PyResult<_>>()?;
-        let finished: Vec<&str> = finished.iter().map(|id| id.to_str()).collect::<PyResult<_>>()?;
+        let finished = finished_req_ids.try_iter()?.map(|id| RequestId::new(id?.cast::<PyString>()?));
+        let finished = finished.collect::<PyResult<Vec<_>>>()?;
         Ok(self.lock().step(finished))
     }
 
