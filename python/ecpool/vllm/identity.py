@@ -1,0 +1,102 @@
+"""Names: of an engine, of its region, and of the namespace of what its encoder computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_NAME_LENGTH = 80  # of a region's name, which becomes part of a file's name
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """group: what the processes of one engine share. region: the name of its private region.
+    namespace: text that is equal where encoder outputs of equal keys may stand for each other."""
+
+    group: str
+    region: str
+    namespace: str
+
+
+def identify(vllm_config: Any, *, salt: str = "") -> Identity:
+    """The identity of the engine that this configuration belongs to; equal in all its processes."""
+    group = _engine(vllm_config)
+    return Identity(group, _file_name(f"private-{group}"), namespace_of(vllm_config, salt=salt))
+
+
+def _engine(vllm_config: Any) -> str:
+    """The instance and its data-parallel index.
+
+    Dense models reset `data_parallel_rank` to 0 in every engine, so it tells nothing apart. vLLM's
+    instance id has twenty bits, too few for a machine where many engines start; the connector's
+    engine id has 122.
+    """
+    parallel = vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", None)
+    if index is None:
+        index = getattr(parallel, "data_parallel_rank", 0)
+    engine_id = getattr(vllm_config.ec_transfer_config, "engine_id", None) or ""
+    return f"{vllm_config.instance_id}-{engine_id}-dp{index}"
+
+
+def _file_name(text: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)
+    if plain == text and len(plain) <= _NAME_LENGTH:
+        return plain
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return f"{plain[: _NAME_LENGTH - 25]}-{digest}"
+
+
+def namespace_of(vllm_config: Any, *, salt: str = "") -> str:
+    """Text in which everything is named that changes what an encoder computes for one key."""
+    model = vllm_config.model_config
+    parts = {
+        "model": str(model.model),
+        "revision": _text(getattr(model, "revision", None)),
+        "dtype": dtype_name(model.dtype),
+        "quantization": _text(getattr(model, "quantization", None)),
+        "overrides": _text(getattr(model, "hf_overrides", None) or None),
+        "adapters": _adapters(getattr(vllm_config, "lora_config", None)),
+        "vllm": _vllm_version(),
+        "salt": salt,
+        **_random_weights(vllm_config),
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def dtype_name(dtype: Any) -> str:
+    """Torch's name of an element type without ``torch.``; names are taken as they are."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if callable(value):  # its repr would hold an address
+        return f"{value.__module__}.{value.__qualname__}"
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _adapters(lora_config: Any) -> str | None:
+    """Adapters that change encoder outputs without a trace in the key."""
+    if lora_config is None:
+        return None
+    tower = bool(getattr(lora_config, "enable_tower_connector_lora", False))
+    return _text({"tower": tower, "default": getattr(lora_config, "default_mm_loras", None)})
+
+
+def _random_weights(vllm_config: Any) -> dict[str, str]:
+    """Models without real weights are equal only where their seeds are."""
+    load = getattr(vllm_config, "load_config", None)
+    if str(getattr(load, "load_format", "")) != "dummy":
+        return {}
+    return {"dummy_seed": str(getattr(vllm_config.model_config, "seed", None))}
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(getattr(vllm, "__version__", "unknown"))

@@ -1,0 +1,401 @@
+"""The scheduler's half of the connector: decides what is loaded, encoded and saved. It never
+touches a byte.
+
+A step runs through it as vLLM makes the step: questions (`has_cache_item`), which it answers with a
+lease, allocations (`update_state_after_alloc`), which turn leases into loads and the rest into
+saves, and at the end the metadata, which ends the leases that came to nothing and withdraws the
+saves whose item is not encoded after all.
+
+A load stays in every metadata until all ranks have claimed it: vLLM believes it done once it was
+announced, but some of its model runners skip the connector in steps without tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ecpool.vllm import widths
+from ecpool.vllm.boundary import Boundary
+from ecpool.vllm.config import (
+    PER_REQUEST_ADVICE,
+    PoolConfig,
+    first_stage_ranks,
+    keys_are_per_request,
+    pool_config,
+)
+from ecpool.vllm.expectations import (
+    PROMPT_EMBEDS,
+    Expectations,
+    Expected,
+    expected_of,
+    is_per_request,
+)
+from ecpool.vllm.giveback import GiveBack
+from ecpool.vllm.identity import dtype_name, identify
+from ecpool.vllm.loads import OpenLoads
+from ecpool.vllm.log import get_logger
+from ecpool.vllm.metadata import ECPoolMetadata, Load, Save
+from ecpool.vllm.summary import Summary
+
+if TYPE_CHECKING:
+    from ecpool import EmbeddingCache, Region, StepTracker, Transfer
+
+logger = get_logger("scheduler")
+
+SAVE_RANK = 0  # every rank computes the same encoder output, so one writes it
+SPARE_STEPS = 2  # beyond the steps that vLLM may have in flight
+
+
+@dataclass(slots=True)
+class _PendingSave:
+    """A save of this step: where vLLM means to encode its item, as (request, index of the item)."""
+
+    transfer: Transfer
+    places: list[tuple[str, int]] = field(default_factory=list)
+
+
+class ECCPUScheduler:
+    """One engine's decisions about its pool. Called by vLLM's scheduler, from one thread.
+
+    ``vllm_config`` is vLLM's. ``cache`` and ``region`` replace what the configuration describes,
+    ``clock`` (seconds) and ``step_tracker`` (the class) what the system has; tests hand them in.
+    Raises InvalidArgumentError for wrong settings and what `ecpool.Region.open` raises; later on
+    nothing raises.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        cache: EmbeddingCache | None = None,
+        region: Region | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        step_tracker: type[StepTracker] | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config: PoolConfig = pool_config(vllm_config)
+        self._clock = clock
+        self.boundary = Boundary(logger, clock=clock)
+        self._is_producer = bool(vllm_config.ec_transfer_config.is_ec_producer)
+        self._is_consumer = bool(vllm_config.ec_transfer_config.is_ec_consumer)
+        self._dtype = dtype_name(vllm_config.model_config.dtype)
+        self._load_ranks = (1 << first_stage_ranks(vllm_config.parallel_config)) - 1
+        self._per_request_keys = keys_are_per_request(vllm_config)
+        if self._per_request_keys:
+            logger.warning(PER_REQUEST_ADVICE)
+        self._region = region
+        self._cache = self._open(region) if cache is None else cache
+        self._expectations = Expectations()
+        self._closed = False
+        self._told: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self._summary = Summary(logger, self._config.log_interval, clock)
+        self._give_back = GiveBack(self.boundary)
+        self._start_clocks(step_tracker)
+        self._open_loads = OpenLoads(
+            self._cache, self.boundary, self._give_back, self._close_later, clock, self.counts
+        )
+        # This step.
+        self._answers: dict[str, bool] = {}
+        self._leases: dict[str, Transfer] = {}
+        self._new_loads: dict[str, Transfer] = {}
+        self._new_saves: dict[str, _PendingSave] = {}
+
+    def _open(self, region: Region | None) -> EmbeddingCache:
+        from ecpool.vllm.attach import open_cache, open_region
+
+        identity = identify(self._vllm_config, salt=self._config.salt)
+        if region is None:
+            region = open_region(self._config, identity, self._vllm_config, role="scheduler")
+            self._region = region
+        return open_cache(region, self._config, identity)
+
+    def _start_clocks(self, step_tracker: type[StepTracker] | None) -> None:
+        if step_tracker is None:
+            from ecpool import StepTracker
+
+            step_tracker = StepTracker
+        batches = max(1, int(getattr(self._vllm_config, "max_concurrent_batches", 1)))
+        # Comes back when no worker can still be about to claim: every step that named it has ended.
+        self._last_call = step_tracker(batches + SPARE_STEPS)
+        self._by_steps = self._config.completion == "steps"
+        self._saves_by_steps = step_tracker(batches)
+        self._loads_by_steps = step_tracker(batches)
+
+    # What vLLM asks.
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int = 0) -> bool:
+        """Note what the request expects. True always: an item is in the pool, or is encoded."""
+        self._expectations.note(request)
+        return True
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the item can be loaded in this step; True is a promise, kept until the step's
+        metadata.
+
+        Asking again, in this step or another, is harmless.
+        """
+        if not self._is_consumer or self._closed:
+            return False
+        self._expectations.note_growth()
+        self._answers[identifier] = False
+        answer = self._promise(identifier)
+        self._answers[identifier] = answer
+        return answer
+
+    def _promise(self, key: str) -> bool:
+        if self._expectations.disagree(key):
+            # Nobody can tell whose content was stored.
+            self.counts["conflicts"] += 1
+            self._drop(key)
+            return False
+        expected = self._expectations.of(key)
+        if expected is None or expected.rows <= 0 or self._is_unique(key, expected):
+            return False
+        if key in self._leases or key in self._new_loads:
+            return True
+        lease = self.boundary.call(None, self._lease, key, expected)
+        if lease is None:
+            return False
+        self._leases[key] = lease
+        return True
+
+    def _lease(self, key: str, expected: Expected) -> Transfer | None:
+        return self._cache.lease(key, rows=expected.rows, dtype=self._dtype)
+
+    def _drop(self, key: str) -> None:
+        """Forget what is stored: nothing has 0 rows, so this finds a mismatch, which goes."""
+        self.boundary.call(None, self._lease, key, Expected("", 0))
+
+    def _is_unique(self, key: str, expected: Expected) -> bool:
+        return self._per_request_keys and is_per_request(key, expected.modality)
+
+    # What vLLM decided.
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """The item gets a place in vLLM's encoder cache: load what was promised, save the rest."""
+        feature = request.mm_features[index]
+        if feature.modality == PROMPT_EMBEDS or self._closed:
+            return
+        self._expectations.note(request)
+        key = feature.identifier
+        if self._answers.get(key):
+            self._load(key, request.request_id)
+        else:
+            self.counts["misses"] += self._is_consumer
+            if self._is_producer:
+                self._save(key, expected_of(feature), (request.request_id, index))
+
+    def _load(self, key: str, request_id: str) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is None:
+            return  # announced in this step already
+        self._new_loads[key] = lease
+        self.counts["hits"] += 1
+        self.counts["loaded_bytes"] += lease.nbytes
+        if self._by_steps:
+            self._start_clock(self._loads_by_steps, lease.id, request_id)
+
+    def _save(self, key: str, expected: Expected, place: tuple[str, int]) -> None:
+        pending = self._new_saves.get(key)
+        if pending is not None:
+            pending.places.append(place)
+            return
+        if self._expectations.disagree(key) or self._is_unique(key, expected):
+            self.counts["not_kept"] += 1
+            return
+        result = self.boundary.call("failed", self._begin_save, key, expected)
+        if isinstance(result, str):
+            self._not_saved(key, expected, result)
+            return
+        self._new_saves[key] = _PendingSave(result, [place])
+        if self._by_steps:
+            self._start_clock(self._saves_by_steps, result.id, place[0])
+
+    def _begin_save(self, key: str, expected: Expected) -> Transfer | str:
+        result = self._allocate(key, expected)
+        if result == "exists" and not self._is_consumer and not self._matches(key, expected):
+            result = self._allocate(key, expected)
+        return result
+
+    def _allocate(self, key: str, expected: Expected) -> Transfer | str:
+        return self._cache.begin_save(
+            key,
+            rows=expected.rows,
+            row_bytes=widths.row_bytes(self._vllm_config, expected.modality),
+            modality=expected.modality,
+            ranks=1 << SAVE_RANK,
+        )
+
+    def _matches(self, key: str, expected: Expected) -> bool:
+        """Whether what is stored is right, where no question of a consumer has settled that."""
+        lease = self._lease(key, expected)
+        if lease is not None:
+            self._cache.end_leases([lease.id])
+        return lease is not None or self._cache.get(key) is not None
+
+    def _not_saved(self, key: str, expected: Expected, reason: str) -> None:
+        self.counts[f"not_saved_{reason}"] += 1
+        if reason == "too_large" and reason not in self._told:
+            self._told.add(reason)
+            logger.warning(
+                "ecpool: an item of %d rows (%s, key %s) is larger than the whole pool of %d bytes "
+                "and is not kept; raise capacity to keep such items. Later ones are only counted",
+                expected.rows,
+                expected.modality,
+                key,
+                self._config.capacity,
+            )
+
+    # The end of a step.
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECPoolMetadata:
+        """The step's transfers. Ends the step: what was promised and not used is given back."""
+        # Each part by itself, so that none takes a promised load down with it.
+        part = self.boundary.call
+        part(None, self._give_back.retry)
+        part(None, self._end_unused_leases)
+        part(None, self._withdraw_saves, scheduler_output)
+        part(None, self._renew_loads, scheduler_output)
+        part(None, self._tick, scheduler_output)
+        loads = self._open_loads.announce(with_tokens=_num_tokens(scheduler_output) > 0)
+        saves = [
+            Save(key, each.transfer.id, each.transfer.extents)
+            for key, each in self._new_saves.items()
+        ]
+        self.counts["saves"] += len(saves)
+        self._end_step()
+        part(None, self._summary.tick, self._summary_numbers)
+        return ECPoolMetadata(loads, saves)
+
+    def _end_step(self) -> None:
+        self._answers.clear()
+        self._leases.clear()
+        self._new_loads.clear()
+        self._new_saves.clear()
+
+    def _end_unused_leases(self) -> None:
+        self._give_back(self._cache.end_leases, [each.id for each in self._leases.values()])
+        self._leases.clear()
+
+    def _withdraw_saves(self, scheduler_output: Any) -> None:
+        """Take back the saves of items that vLLM does not encode in this step after all."""
+        if not self._new_saves or scheduler_output is None:
+            return
+        scheduled = scheduler_output.scheduled_encoder_inputs
+        if self._is_consumer and not _num_tokens(scheduler_output):
+            scheduled = {}  # a step that workers may skip
+        gone = [
+            key
+            for key, save in self._new_saves.items()
+            if not any(index in scheduled.get(request, ()) for request, index in save.places)
+        ]
+        self.counts["saves_withdrawn"] += len(gone)
+        self._give_back(
+            self._cache.withdraw, [self._new_saves.pop(key).transfer.id for key in gone]
+        )
+
+    def _renew_loads(self, scheduler_output: Any) -> None:
+        """Bring the announced loads up to date.
+
+        A key that is freed and loaded in one step is loaded: workers free first, and only what was
+        announced before is left out.
+        """
+        self._open_loads.forget(getattr(scheduler_output, "free_encoder_mm_hashes", None) or ())
+        self._open_loads.refresh()
+        for key, lease in self._new_loads.items():
+            self._open_loads.add(Load(key, lease.id, lease.extents, lease.shape, lease.dtype))
+        self._give_back(self._dispatch, [lease.id for lease in self._new_loads.values()])
+
+    def _dispatch(self, ids: list[int]) -> None:
+        self._cache.dispatch_loads(ids, ranks=self._load_ranks)
+
+    def _tick(self, scheduler_output: Any) -> None:
+        """One step on the clocks."""
+        for save in self._new_saves.values():
+            self._close_later(save.transfer.id)
+        late = self.boundary.call([], self._last_call.step, ())
+        self._give_back(self._cache.close_unclaimed, [int(each) for each in late])
+        if self._by_steps:
+            finished = getattr(scheduler_output, "finished_req_ids", None) or ()
+            self._finish_by_steps(list(finished))
+
+    def _close_later(self, transfer_id: int) -> None:
+        """Close a transfer, unless it was claimed, once every step that named it is over."""
+        self._start_clock(self._last_call, transfer_id)
+
+    def _start_clock(self, clock: StepTracker, transfer_id: int, request_id: str = "") -> None:
+        """What is not on its clock is never given back, so this is not to be lost either."""
+
+        def start_clock(ids: list[int]) -> None:
+            clock.add(str(ids[0]), request_id)
+
+        self._give_back(start_clock, [transfer_id])
+
+    def _finish_by_steps(self, finished: list[str]) -> None:
+        """As vLLM 0.26: what is as old as the steps that can be in flight counts as done."""
+        saves = self._expired(self._saves_by_steps, finished)
+        # Of a save that no worker has claimed not even the shape is known.
+        unseen = self._unclaimed(saves)
+        self._give_back(self._cache.close_unclaimed, [each for each in saves if each in unseen])
+        self._give_back(self._cache.finish_saves, [each for each in saves if each not in unseen])
+        loads = self._expired(self._loads_by_steps, finished)
+        # A load that some rank has not seen is not over, however many steps have gone by.
+        unseen = self._unclaimed(loads)
+        for each in unseen:
+            self._start_clock(self._loads_by_steps, each)
+        self._give_back(self._cache.finish_loads, [each for each in loads if each not in unseen])
+
+    def _expired(self, tracker: StepTracker, finished: list[str]) -> list[int]:
+        return [int(each) for each in self.boundary.call([], tracker.step, finished)]
+
+    def _unclaimed(self, ids: list[int]) -> set[int]:
+        """Those that some rank has not claimed; in doubt all."""
+        return set(self.boundary.call(ids, self._cache.unclaimed, ids)) if ids else set()
+
+    # The rest of vLLM's interface.
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The request is gone. Its blocks are never kept: transfers do not need the request."""
+        self._expectations.forget(request.request_id)
+        return False, None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers tell the index themselves; nothing is to be learned here."""
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests that can never run: none, since what the pool lacks is encoded."""
+        return set()
+
+    def has_pending_push_work(self) -> bool:
+        """Never: copies need no further steps, and True would keep the engine spinning."""
+        return False
+
+    def shutdown(self) -> None:
+        """Give everything back and leave the region. May be called again, or not at all."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end_unused_leases()
+        saves = [each.transfer.id for each in self._new_saves.values()]
+        self._give_back(self._cache.withdraw, saves)
+        loads = [lease.id for lease in self._new_loads.values()]
+        self._give_back(self._cache.end_leases, loads)
+        if self._by_steps:
+            drained = self.boundary.call([], self._loads_by_steps.drain_all)
+            self._give_back(self._cache.finish_loads, [int(each) for each in drained])
+        self._end_step()
+        self._summary.last(self._summary_numbers)
+        if self._region is not None:
+            self.boundary.call(None, self._region.close)
+
+    def _summary_numbers(self) -> dict[str, int]:
+        return {**self.counts, **self.boundary.call({}, self._cache.stats)}
+
+
+def _num_tokens(scheduler_output: Any) -> int:
+    return int(getattr(scheduler_output, "total_num_scheduled_tokens", 0) or 0)

@@ -1,0 +1,234 @@
+"""Settings, the engines that are refused, and the names that keep engines and models apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from model.fakes import engine_config
+
+from ecpool.errors import InvalidArgumentError
+from ecpool.vllm.config import PoolConfig, check_engine, keys_are_per_request, pool_config
+from ecpool.vllm.identity import identify, namespace_of
+from ecpool.vllm.widths import row_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"capacity": "4GiB"}, {"capacity": 4 << 30}),
+        ({"capacity": "512MB"}, {"capacity": 512_000_000}),
+        ({"capacity": 1 << 20}, {"capacity": 1 << 20}),
+        ({"ec_cpu_bytes": "1MiB"}, {"capacity": 1 << 20}),
+        ({"ec_cpu_bytes": 1 << 20, "capacity": "1MiB"}, {"capacity": 1 << 20}),
+        ({"block_size": "64KiB"}, {"block_size": 65536}),
+        ({"block_size": 4096}, {"block_size": 4096}),
+        ({"slots": 64}, {"slots": 64}),
+        ({"completion": "steps"}, {"completion": "steps"}),
+        ({"populate": False}, {"populate": False}),
+        ({"populate": "background"}, {"populate": "background"}),
+        ({"huge_pages": True}, {"huge_pages": True}),
+        ({"deadline_ms": 5}, {"deadline": 0.005}),
+        ({"directory": "/dev/shm/here"}, {"directory": "/dev/shm/here"}),
+        ({"salt": "blue"}, {"salt": "blue"}),
+        ({"log_interval": 0}, {"log_interval": 0.0}),
+    ],
+)
+def test_settings_that_are_allowed(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    if "ec_cpu_bytes" not in settings:
+        settings = {"capacity": "1GiB", **settings}
+    config = PoolConfig.parse(settings)
+    for name, value in expected.items():
+        assert getattr(config, name) == value
+        assert type(getattr(config, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["capacity", "missing", '{"capacity": "4GiB"}']),
+        ({"capacity": None}, ["capacity", "None"]),
+        ({"capacity": ""}, ["capacity", "''"]),
+        ({"capacity": "4 gigs"}, ["capacity", "4 gigs", "GiB"]),
+        ({"capacity": -1}, ["capacity", "-1"]),
+        ({"capacity": 0}, ["capacity", "0"]),
+        ({"capacity": True}, ["capacity", "True"]),
+        ({"capacity": [1]}, ["capacity", "[1]"]),
+        ({"capacity": float("nan")}, ["capacity", "nan"]),
+        ({"capacity": 4095, "block_size": 4096}, ["capacity", "4095", "4096"]),
+        ({"capacity": "1GiB", "ec_cpu_bytes": "2GiB"}, ["capacity", "ec_cpu_bytes", "2GiB"]),
+        ({"block_size": 5000}, ["block_size", "5000", "power of two"]),
+        ({"block_size": 2048}, ["block_size", "2048", "4KiB"]),
+        ({"slots": 0}, ["slots", "0"]),
+        ({"slots": 1.5}, ["slots", "1.5"]),
+        ({"slots": (1 << 20) + 1}, ["slots", "1048577", "1048576"]),
+        ({"completion": "never"}, ["completion", "never", '"events"', '"steps"']),
+        ({"populate": 1}, ["populate", "1", "background"]),
+        ({"populate": "yes"}, ["populate", "yes", "true"]),
+        ({"huge_pages": "on"}, ["huge_pages", "on"]),
+        ({"deadline_ms": 0}, ["deadline_ms", "0.1"]),
+        ({"deadline_ms": "20"}, ["deadline_ms", "'20'"]),
+        ({"deadline_ms": True}, ["deadline_ms", "True"]),
+        ({"directory": "shm"}, ["directory", "shm", "absolute"]),
+        ({"salt": 7}, ["salt", "7"]),
+        ({"log_interval": -1}, ["log_interval", "-1"]),
+        ({"log_interval": float("inf")}, ["log_interval", "inf"]),
+        ({"capcity": "1GiB"}, ["capcity", "did you mean 'capacity'"]),
+        ({"Block_Size": 4096}, ["Block_Size", "did you mean 'block_size'"]),
+        ({"zzz": 1}, ["zzz", "known:", "capacity"]),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+    if not {"capacity", "capcity", "zzz"} & set(settings) and settings:
+        settings = {"capacity": "1GiB", **settings}
+    with pytest.raises(InvalidArgumentError) as caught:
+        PoolConfig.parse(settings)
+    for word in words:
+        assert word in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def _engine(**parallel: Any) -> SimpleNamespace:
+    config = engine_config()
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    return config
+
+
+class TestEngines:
+    def test_an_ordinary_engine_is_served(self) -> None:
+        assert pool_config(engine_config(tensor=8, pipeline=2)).completion == "events"
+
+    def test_encoder_decoder_models_are_refused(self) -> None:
+        config = engine_config()
+        config.model_config.is_encoder_decoder = True
+        with pytest.raises(InvalidArgumentError, match="encoder-decoder"):
+            check_engine(config)
+
+    @pytest.mark.parametrize("nodes", [2, 3])
+    def test_several_nodes_are_refused(self, nodes: int) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"{nodes} nodes.*one host"):
+            check_engine(_engine(nnodes_within_dp=nodes))
+
+    def test_several_nodes_of_ray_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        group = object()
+        table = {"bundles_to_node_id": {0: "a", 1: "b"}}
+        util = SimpleNamespace(placement_group_table=lambda asked: table)
+        monkeypatch.setitem(__import__("sys").modules, "ray.util", util)
+        with pytest.raises(InvalidArgumentError, match="2 nodes"):
+            check_engine(_engine(placement_group=group))
+
+    @pytest.mark.parametrize(("ranks", "served"), [(64, True), (65, False)])
+    def test_more_ranks_than_a_transfer_has_bits(self, ranks: int, served: bool) -> None:
+        config = engine_config(tensor=ranks)
+        if served:
+            check_engine(config)
+        else:
+            with pytest.raises(InvalidArgumentError, match="64 ranks"):
+                check_engine(config)
+
+    def test_ranks_with_a_scheduler_each_are_refused(self) -> None:
+        config = engine_config(tensor=2)
+        config.parallel_config.distributed_executor_backend = "external_launcher"
+        with pytest.raises(InvalidArgumentError, match="external_launcher"):
+            check_engine(config)
+
+    @pytest.mark.parametrize(
+        ("cache_gb", "prefix_caching", "expected"),
+        [(0, False, True), (0, True, False), (4, False, False), (4, True, False)],
+    )
+    def test_keys_by_request(self, cache_gb: float, prefix_caching: bool, expected: bool) -> None:
+        config = engine_config()
+        config.model_config.multimodal_config.mm_processor_cache_gb = cache_gb
+        config.cache_config.enable_prefix_caching = prefix_caching
+        assert keys_are_per_request(config) is expected
+
+
+class TestIdentity:
+    def test_engines_of_one_instance_are_told_apart_by_their_index(self) -> None:
+        names = {identify(engine_config(index=index)).region for index in range(3)}
+        assert len(names) == 3
+
+    def test_equal_instance_ids_are_told_apart(self) -> None:
+        one, two = engine_config(), engine_config()
+        two.ec_transfer_config.engine_id = "another"
+        assert identify(one).region != identify(two).region
+
+    @pytest.mark.parametrize("engine_id", ["a/b", "x" * 500, "ü", "..", None])
+    def test_region_names_are_names_of_files(self, engine_id: str | None) -> None:
+        config = engine_config()
+        config.ec_transfer_config.engine_id = engine_id
+        name = identify(config).region
+        assert "/" not in name
+        assert len(name) <= 80
+        assert name.isascii()
+
+    def test_long_names_stay_different(self) -> None:
+        names = set()
+        for last in "ab":
+            config = engine_config()
+            config.ec_transfer_config.engine_id = "x" * 200 + last
+            names.add(identify(config).region)
+        assert len(names) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("model", "other/model"),
+            ("revision", "main"),
+            ("dtype", torch.bfloat16),
+            ("quantization", "fp8"),
+            ("hf_overrides", {"vision_config": {"depth": 2}}),
+        ],
+    )
+    def test_other_encoders_have_other_namespaces(self, name: str, value: object) -> None:
+        config = engine_config()
+        before = namespace_of(config)
+        setattr(config.model_config, name, value)
+        assert namespace_of(config) != before
+
+    def test_adapters_salt_and_dummy_weights_make_other_namespaces(self) -> None:
+        plain = engine_config()
+        adapted = engine_config(lora_config=SimpleNamespace(default_mm_loras={"image": "/a"}))
+        dummy = engine_config(load_config=SimpleNamespace(load_format="dummy"))
+        texts = {
+            namespace_of(plain),
+            namespace_of(plain, salt="s"),
+            namespace_of(adapted),
+            namespace_of(dummy),
+        }
+        assert len(texts) == 4
+
+    def test_namespaces_are_the_same_in_every_process(self) -> None:
+        def overrides(config: object) -> object:
+            return config
+
+        config = engine_config(tensor=2, index=1)
+        config.model_config.hf_overrides = overrides
+        assert "0x" not in namespace_of(config)
+        assert namespace_of(config) == namespace_of(config)
+
+
+class TestWidths:
+    def test_the_width_of_the_model_unless_measured(self) -> None:
+        config = engine_config(dtype=torch.bfloat16, width=100)
+        assert row_bytes(config, "image") == 200
+        config.ec_transfer_config.mm_encoder_output_widths = {"image": 300}
+        assert row_bytes(config, "image") == 600
+        assert row_bytes(config, "audio") == 200
+
+    def test_encoders_with_features_of_several_layers(self) -> None:
+        config = engine_config(dtype=torch.bfloat16, width=100)
+        config.model_config.hf_config.vision_config = SimpleNamespace(
+            out_hidden_size=100, deepstack_visual_indexes=[8, 16, 24]
+        )
+        assert row_bytes(config, "image") == 800
+        assert row_bytes(config, "audio") == 200
+
+    def test_configurations_that_have_no_such_part(self) -> None:
+        config = engine_config(width=10)
+        del config.ec_transfer_config.mm_encoder_output_widths
+        del config.model_config.hf_config
+        assert row_bytes(config, "image") == 40
