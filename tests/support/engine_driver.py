@@ -1,0 +1,106 @@
+"""The program inside an `EngineProcess`: holds one vLLM engine and serves requests over a pipe.
+
+    python -m support.engine_driver FILE_DESCRIPTOR
+
+The first message holds the engine's settings; after that each message is the name of a method of `Driver` with its
+arguments, answered by `("ok", result)` or `("error", traceback)`. It ends when the other side closes the pipe, so an
+engine never outlives its test.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from support.images import make_image
+from support.requests import Outcome, Request, prompt_for
+
+
+class Driver:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**settings)
+
+    def generate(self, requests: list[Request]) -> list[Outcome]:
+        """Hand all requests in at once and wait for all answers, in the order of the requests."""
+        from vllm import SamplingParams
+
+        prompts = [self._prompt(request) for request in requests]
+        parameters = [
+            SamplingParams(
+                temperature=0.0, max_tokens=request.max_tokens, logprobs=0, ignore_eos=True
+            )
+            for request in requests
+        ]
+        started = time.perf_counter()
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return [
+            Outcome(
+                tokens=tuple(output.outputs[0].token_ids),
+                logprob=float(output.outputs[0].cumulative_logprob or 0.0),
+                seconds=seconds / len(requests),
+            )
+            for output in outputs
+        ]
+
+    def pool(self) -> dict[str, Any]:
+        """What the scheduler's side of ecpool's connector knows (in-process engines).
+
+        `counts` (its own events), `stats` (entries, blocks, holds) and `violations` (broken invariants of the index).
+        """
+        half = self._scheduler().ec_connector.connector_scheduler
+        cache = half._cache
+        return {"counts": dict(half.counts), "stats": cache.stats(), "violations": cache.check()}
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """What the connector answers to vLLM's scheduler (in-process engines)."""
+        return bool(self._scheduler().ec_connector.has_cache_item(identifier))
+
+    def encoder_cache_size(self) -> int:
+        """Embedding rows that vLLM's own encoder cache holds (in-process engines)."""
+        return int(self._scheduler().encoder_cache_manager.cache_size)
+
+    def _scheduler(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    @staticmethod
+    def _prompt(request: Request) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt": prompt_for(request)}
+        if request.images:
+            images = [
+                make_image(image.seed, tokens_high=image.high, tokens_wide=image.wide)
+                for image in request.images
+            ]
+            prompt["multi_modal_data"] = {"image": images}
+            if any(image.uuid for image in request.images):
+                prompt["multi_modal_uuids"] = {"image": [image.uuid for image in request.images]}
+        return prompt
+
+
+def serve(pipe: Connection) -> None:
+    """Build the engine from the first message, then answer until the pipe closes."""
+    driver: Driver | None = None
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if driver is None:
+                driver = Driver(arguments)
+                result = None
+            else:
+                result = getattr(driver, name)(*arguments)
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        else:
+            pipe.send(("ok", result))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
