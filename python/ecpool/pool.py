@@ -1,8 +1,10 @@
 """Torch tensors by key, in memory that other processes of this host can share."""
 
+import contextlib
+import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from os import PathLike, fspath
 from types import TracebackType
@@ -20,6 +22,7 @@ __all__ = ["Pool"]
 _MOST_DIMENSIONS = 8
 _RANK = 0
 _RANKS = 1 << _RANK
+_CLOSE_TIMEOUT = 60.0  # seconds that closing waits for calls of other threads
 
 Device = torch.device | str | int
 
@@ -114,7 +117,10 @@ class Pool:
         # Nobody steps a model here: rather wait for the lock for a second than miss.
         self._cache = EmbeddingCache(region=region, namespace=namespace, deadline=1.0)
         self._reports = _Reports(region, self._cache, checksums=checksums)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
         self._engines: dict[torch.device, TransferEngine] = {}
         self._closed = False
         try:
@@ -139,19 +145,18 @@ class Pool:
         without elements, one larger than the pool or than what can be evicted now, and one whose
         copy failed. Raises InvalidArgumentError for what can never be stored, ClosedError.
         """
-        self._check_open()
         shape, dtype = _describe(tensor)
         rows = shape[0] if shape else 1
-        if rows == 0 or tensor.nbytes == 0:
-            self._cache.begin_save(key, rows=0, row_bytes=0)  # counts it
-            return False
-        save = self._cache.begin_save(key, rows=rows, row_bytes=tensor.nbytes // rows, ranks=_RANKS)
-        if isinstance(save, str):
-            return False
-        outcome = self._copy_in(key, save, tensor, dtype)
-        if outcome is None:
-            return False
-        return outcome.result() if wait else True
+        # 0 rows are not stored, but counted.
+        rows, row_bytes = (rows, tensor.nbytes // rows) if tensor.nbytes else (0, 0)
+        with self._call():
+            save = self._cache.begin_save(key, rows=rows, row_bytes=row_bytes, ranks=_RANKS)
+            if isinstance(save, str):
+                return False
+            outcome = self._copy_in(key, save, tensor, dtype)
+            if outcome is None:
+                return False
+            return outcome.result() if wait else True
 
     def get(self, key: str, device: Device | None = None) -> torch.Tensor | None:
         """A new tensor with what is stored under the key, or None.
@@ -162,29 +167,19 @@ class Pool:
         Raises TransferError if the device cannot take it (its memory is full, for one),
         ClosedError.
         """
-        self._check_open()
-        engine = self._engine(self._device if device is None else _device_of(device))
-        lease = self._cache.lease(key)
-        if lease is None:
-            return None
-        try:
-            if not self._may_read(lease):
+        target = self._device if device is None else _device_of(device)
+        with self._call():
+            engine = self._engine(target)
+            lease = self._cache.lease(key)
+            if lease is None:
                 return None
-            self._cache.dispatch_loads([lease.id], ranks=_RANKS)
-            if self._cache.claim_loads(_RANK, [lease.id]) != ["claimed"]:
-                return None
-            dtype = getattr(torch, lease.dtype)
-            item = LoadItem(key, lease.id, lease.extents, lease.shape, dtype)
-        except BaseException:
-            self._cache.complete(_RANK, [lease.id], ok=False)
-            self._cache.end_leases([lease.id])
-            raise
-        return engine.load([item])[key]
+            item = self._claim(key, lease)
+            return None if item is None else engine.load([item])[key]
 
     def contains(self, key: str) -> bool:
         """Whether `get` would find the key now. Another process may evict it a moment later."""
-        self._check_open()
-        return self._cache.contains(key)
+        with self._call():
+            return self._cache.contains(key)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.contains(key)
@@ -194,8 +189,8 @@ class Pool:
 
         What others are reading at this moment stays intact until they are done.
         """
-        self._check_open()
-        return self._cache.flush()
+        with self._call():
+            return self._cache.flush()
 
     # The pool itself
 
@@ -221,6 +216,7 @@ class Pool:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def stats(self) -> dict[str, int]:
@@ -229,27 +225,29 @@ class Pool:
         Blocks (of ``block_size`` bytes) and entries by state; hits, misses, saves, evictions and
         each reason for a skipped `put` as counters since this object was made.
         """
-        self._check_open()
         sizes = {"capacity": self._region.nbytes, "block_size": self._region.block_size}
-        return sizes | self._cache.stats() | self._cache.counters()
+        with self._call():
+            return sizes | self._cache.stats() | self._cache.counters()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until all copies are done that were begun. False if ``timeout`` seconds pass first.
 
         The time is for each device that the pool has used.
         """
-        self._check_open()
-        return all(engine.drain(timeout) for engine in self._all_engines())
+        with self._call():
+            return all(engine.drain(timeout) for engine in self._all_engines())
 
     def close(self) -> None:
-        """Wait for copies under way and leave the pool. Harmless if it was closed before.
+        """Wait for calls and copies under way and leave the pool. Harmless if it was closed before.
 
         The memory is given back with the last process that uses it, unless it is persistent.
         """
-        with self._lock:
-            self._closed = True
-        for engine in self._all_engines():
-            engine.close()
+        if os.getpid() == self._pid:
+            with self._idle:
+                self._closed = True
+                self._idle.wait_for(lambda: self._calls == 0, _CLOSE_TIMEOUT)
+            for engine in self._all_engines():
+                engine.close()
         self._region.close()
 
     def __enter__(self) -> Self:
@@ -275,9 +273,22 @@ class Pool:
 
     # Parts
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the pool is closed")
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call of this pool's, which `close` waits for. Raises ClosedError."""
+        # A fork may have happened while another thread had the lock, so this comes first.
+        if os.getpid() != self._pid:
+            raise ClosedError("this process is a fork of the one that made the pool")
+        with self._idle:
+            if self._closed:
+                raise ClosedError("the pool is closed")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._calls -= 1
+                self._idle.notify_all()
 
     def _all_engines(self) -> list[TransferEngine]:
         with self._lock:
@@ -285,7 +296,6 @@ class Pool:
 
     def _engine(self, device: torch.device) -> TransferEngine:
         with self._lock:
-            self._check_open()
             engine = self._engines.get(device)
             if engine is None:
                 engine = self._make_engine(device)
@@ -317,6 +327,21 @@ class Pool:
             self._drop(save.id)
             raise
         return outcome
+
+    def _claim(self, key: str, lease: Transfer) -> LoadItem | None:
+        """Turn a lease into a load that may be copied; None if the bytes may not be used."""
+        try:
+            if not self._may_read(lease):
+                return None
+            self._cache.dispatch_loads([lease.id], ranks=_RANKS)
+            if self._cache.claim_loads(_RANK, [lease.id]) != ["claimed"]:
+                return None
+            dtype = getattr(torch, lease.dtype)
+            return LoadItem(key, lease.id, lease.extents, lease.shape, dtype)
+        except BaseException:
+            self._cache.complete(_RANK, [lease.id], ok=False)
+            self._cache.end_leases([lease.id])
+            raise
 
     def _drop(self, id: int) -> None:
         self._reports.forget(id)

@@ -121,6 +121,13 @@ class Device:
                 self._run_copy(copy)
             self._do_compute()
 
+    def stop(self) -> None:
+        """No further copy is done; what was under way is reported, to end its custody."""
+        for copy in self._copies + self._fired:
+            copy.report()
+        self._compute.clear()
+        self._copies, self._fired, self._loads = [], [], []
+
     def finish(self) -> None:
         while not self.idle():
             self.advance()
@@ -165,6 +172,12 @@ class LateEngine:
         self._on_done = on_done
         self._name = name
         self._failing = failing
+        self.saving: set[int] = set()
+
+    def outlive(self, region: Any) -> None:
+        """Its process is gone and its device goes on for a moment, writing to the same memory."""
+        self._region = region
+        self._on_done = lambda ids, ok: None
 
     def register(self) -> int:
         return 0
@@ -197,6 +210,8 @@ class LateEngine:
             self._submit_save(item, ok=not (self._failing and self._rng.random() < 0.03))
 
     def _submit_save(self, item: SaveItem, *, ok: bool) -> None:
+        self.saving.add(item.id)
+
         def run() -> None:
             data = item.tensor.view(torch.uint8).numpy()
             if not ok:
@@ -204,6 +219,7 @@ class LateEngine:
             self._region.write(item.extents, data)
 
         def report() -> None:
+            self.saving.discard(item.id)
             self._custody.end(item.extents, writes=True)
             self._on_done([item.id], ok)
 

@@ -27,6 +27,7 @@ WEIGHTS: dict[str, float] = {
     "long_pause": 0.2,
     "drain": 0.15,
     "new_weights": 0.05,
+    "restart": 0.3,
 }
 WITH_NUMBER = {"run_rank", "device", "raise_in_next_step"}
 
@@ -81,7 +82,7 @@ class Run:
     def _look(self) -> None:
         """A look at everything, now and then."""
         self.simulation.check_halves()
-        if not self.simulation._stalled:
+        if not self.simulation.stalled:
             self.simulation.pool.check()
         if len(self.simulation.scheduler.live()) >= 8:
             self.simulation.abort()

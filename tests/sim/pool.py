@@ -1,4 +1,8 @@
-"""The simulated engine's pool: a real region with one client per process of the engine, and what can trouble it from outside."""
+"""The simulated engine's pool: a real region, and what can trouble it from outside.
+
+Every process of the engine is a client of its own. Further clients are a neighbour engine of the same
+namespace, and somebody who stops under the lock.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import mmap
 import os
 import random
 import struct
+import time
 import uuid
 from typing import Any
 
@@ -20,47 +25,65 @@ NAMESPACE = "simulated"
 DEADLINE = 0.0002  # seconds; a stalled lock costs each call this much
 # Where the lock's word and the generations of the clients' places lie in the file.
 LOCK_WORD, GENERATIONS = 4096, 8192
+# Seconds that a device may go on after its processes, and until what it may have touched returns.
+AFTERLIFE, QUARANTINE = 1.2, 2.2
 
 
 class Pool:
-    """``caches[rank]`` and ``regions[rank]`` are the workers', ``scheduler`` and ``neighbour`` further clients' views."""
+    """``regions`` and ``caches`` are the workers', by rank; ``scheduler`` is the scheduler's cache."""
 
     def __init__(self, settings: Settings) -> None:
-        self.name = f"sim-{uuid.uuid4().hex}"
-        self._blocks = settings.blocks
-        # The scheduler, a neighbour engine, and somebody who stalls under the lock.
-        self._clients = settings.ranks + 3
-        self.regions = [self._open("worker", rank) for rank in range(settings.ranks)]
-        with open(self.regions[0].path, "r+b") as file:
+        self._settings = settings
+        self._name = f"sim-{uuid.uuid4().hex}"
+        self._engines = 0
+        self._last_death = 0.0
+        # A private region loses its name once all have come: the engine and three more clients.
+        self._expected = settings.ranks + 3
+        self.neighbour_region = self._open("pool", 0, "neighbour")
+        with open(self.neighbour_region.path, "r+b") as file:
             self._head = mmap.mmap(file.fileno(), 3 * 4096)
-        self.caches = [self._cache(region) for region in self.regions]
-        self.scheduler_region = self._open("scheduler", 0)
-        self.scheduler = self._cache(self.scheduler_region)
-        self._neighbour_region = self._open("pool", 0, group="neighbour")
-        self.neighbour = self._cache(self._neighbour_region, patient=True)
-        self._staller = self._open("tool", 0, group="staller")
-        self._check_gone()
+        self.neighbour = self._cache(self.neighbour_region, deadline=5.0)
+        self._staller = self._open("tool", 0, "staller")
+        self.regions: list[Region] = []
+        self.caches: list[EmbeddingCache] = []
+        self.start_engine()
+        if not settings.restarts and os.path.exists(self._staller.path):
+            raise Violation(f"a private region has a name still: {self._staller.path}")
 
-    def _open(self, role: Any, rank: int, group: str = "engine") -> Region:
+    def start_engine(self) -> None:
+        """Workers first, as in vLLM."""
+        self._engines += 1
+        group = f"engine-{self._engines}"
+        ranks = range(self._settings.ranks)
+        self.regions = [self._open("worker", rank, group) for rank in ranks]
+        self.caches = [self._cache(region) for region in self.regions]
+        self.scheduler_region = self._open("scheduler", 0, group)
+        self.scheduler = self._cache(self.scheduler_region)
+
+    def end_engine(self, rng: random.Random) -> None:
+        """All processes of the engine end, in any order."""
+        regions = [self.scheduler_region, *self.regions]
+        for region in rng.sample(regions, len(regions)):
+            region.close()
+        self._last_death = time.monotonic()
+
+    def is_after_death(self, seconds: float) -> bool:
+        return time.monotonic() - self._last_death > seconds
+
+    def _open(self, role: Any, rank: int, group: str) -> Region:
         return Region.open(
-            self.name,
-            capacity=self._blocks * BLOCK,
+            self._name,
+            capacity=self._settings.blocks * BLOCK,
             block_size=BLOCK,
-            lifetime="private",
+            lifetime="shared" if self._settings.restarts else "private",
             role=role,
             rank=rank,
             group=group,
-            expected_clients=self._clients,
+            expected_clients=0 if self._settings.restarts else self._expected,
         )
 
-    def _cache(self, region: Region, *, patient: bool = False) -> EmbeddingCache:
-        return EmbeddingCache(
-            region=region, namespace=NAMESPACE, deadline=1.0 if patient else DEADLINE
-        )
-
-    def _check_gone(self) -> None:
-        if os.path.exists(self._staller.path):
-            raise Violation(f"the file of a private region has its name still: {self._staller.path}")
+    def _cache(self, region: Region, *, deadline: float = DEADLINE) -> EmbeddingCache:
+        return EmbeddingCache(region=region, namespace=NAMESPACE, deadline=deadline)
 
     # A holder of the lock that has stopped.
 
@@ -78,16 +101,18 @@ class Pool:
 
     def neighbour_saves(self, variant: Variant, content: Content) -> None:
         """It saves an item, at once, if there is room."""
-        row_bytes = variant.shape[1] * variant.dtype.itemsize
         begun = self.neighbour.begin_save(
-            variant.key, rows=variant.rows, row_bytes=row_bytes, modality=variant.modality
+            variant.key,
+            rows=variant.rows,
+            row_bytes=variant.shape[1] * variant.dtype.itemsize,
+            modality=variant.modality,
         )
         if isinstance(begun, str):
             return
         outcomes = self.neighbour.claim_saves(0, [(begun.id, variant.shape, "float32")])
         if outcomes == ["claimed"]:
             data = content.variant(variant).view(torch.uint8).numpy()
-            self._neighbour_region.write(begun.extents, data)
+            self.neighbour_region.write(begun.extents, data)
         self.neighbour.complete(0, [begun.id])
 
     def flush(self) -> None:
@@ -95,8 +120,12 @@ class Pool:
 
     # What is left.
 
-    def stats(self) -> dict[str, int]:
-        return self.neighbour.stats()
+    def wait_for_the_dead(self) -> None:
+        """Until what dead processes left behind may be used again."""
+        if self._last_death:
+            time.sleep(max(0.0, self._last_death + QUARANTINE - time.monotonic()))
+            self.neighbour_region.reclaim()
+            self._last_death = 0.0
 
     def check(self) -> None:
         wrong = self.neighbour.check()
@@ -106,30 +135,26 @@ class Pool:
     def check_at_rest(self) -> None:
         """With nothing under way: no entry unfinished or held, no block missing."""
         self.check()
-        stats = self.stats()
+        stats = self.neighbour.stats()
         unfinished = {name: stats[name] for name in ("writing", "doomed", "orphaned", "holds")}
         if any(unfinished.values()):
             raise Violation(f"something was left behind: {unfinished} of {stats}")
         if stats["free_blocks"] + stats["evictable_blocks"] != stats["num_blocks"]:
             raise Violation(f"blocks are missing: {stats}")
-        if stats["entries"] > stats["num_slots"]:
-            raise Violation(f"more entries than slots: {stats}")
 
-    def check_contents(self, variants: list[Variant], content: Content, rng: random.Random) -> None:
+    def check_contents(self, variants: list[Variant], content: Content) -> None:
         """Everything that is ready holds the bytes of its key."""
-        for variant in rng.sample(variants, len(variants)):
-            if variant.rows == 0:
-                continue
-            lease = self.neighbour.lease(variant.key)
+        for key in {variant.key for variant in variants}:
+            lease = self.neighbour.lease(key)
             if lease is None:
                 continue
-            dtype = getattr(torch, lease.dtype)
-            tensor = torch.empty(lease.shape, dtype=dtype)
-            self._neighbour_region.read(lease.extents, tensor.view(torch.uint8).numpy())
+            tensor = torch.empty(lease.shape, dtype=getattr(torch, lease.dtype))
+            self.neighbour_region.read(lease.extents, tensor.view(torch.uint8).numpy())
             self.neighbour.end_leases([lease.id])
-            content.check(tensor, variant.key, "the pool")
+            content.check(tensor, key, "the pool")
 
     def close(self) -> None:
-        for region in (self._neighbour_region, self._staller, self.scheduler_region, *self.regions):
+        regions = [*self.regions, self.scheduler_region, self._staller, self.neighbour_region]
+        for region in regions:
             region.close()
         self._head.close()

@@ -243,7 +243,7 @@ class SimScheduler:
     def _allocate_kv(self, request: Request, tokens: int) -> bool:
         used = sum(self._kv.values())
         alone = used == self._kv[request.request_id]
-        if not alone and self.rng.random() < 0.04:
+        if not alone and self.rng.random() < self.settings.kv_trouble:
             return False
         if used + tokens > self.settings.kv_tokens and not alone:
             return False

@@ -50,6 +50,8 @@ class Settings:
     flushes: bool = True
     failing_copies: bool = True
     neighbours: bool = True
+    restarts: bool = False
+    kv_trouble: float = 0.04
 
     @property
     def consumes(self) -> bool:
@@ -58,6 +60,11 @@ class Settings:
     @property
     def produces(self) -> bool:
         return self.role != "ec_consumer"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether anybody reads what the encoder makes: not where vLLM only fills the pool."""
+        return self.consumes or self.runner == "v2"
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Settings:
@@ -71,11 +78,11 @@ class Settings:
             batches=rng.choice([1, 2]),
             completion=rng.choice(["events"] * 5 + ["steps"]),
             copies=rng.choice(["late"] * 4 + ["real"]),
-            blocks=rng.randrange(6, 40),
-            encoder_cache=rng.randrange(8, 24),
+            blocks=rng.randrange(6, 60),
+            encoder_cache=rng.randrange(8, 20),
             encoder_budget=rng.randrange(8, 16),
             token_budget=rng.randrange(6, 48),
-            kv_tokens=rng.randrange(60, 200),
+            kv_tokens=rng.randrange(60, 240),
             priority=rng.random() < 0.5,
             split_items=rng.random() < 0.7,
             lookahead=rng.choice([0, 0, 0, 1]),
@@ -87,6 +94,7 @@ class Settings:
             flushes=rng.random() < 0.5,
             failing_copies=rng.random() < 0.5,
             neighbours=rng.random() < 0.5,
+            kv_trouble=rng.choice([0.01, 0.04, 0.15]),
         )
         return replace(drawn, **fixed).consistent()
 

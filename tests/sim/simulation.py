@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter, deque
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from model.fakes import Clock, engine_config
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 import ecpool.vllm.scheduler as scheduler_module
@@ -17,23 +18,26 @@ import ecpool.vllm.worker as worker_module
 from ecpool.transfer import TransferEngine
 from ecpool.vllm import ECPoolConnector
 from ecpool.vllm.ranks import Place
-from model.fakes import Clock, engine_config
-from sim.content import Content, Variant, Violation, catalogue
+from sim.content import Content, Violation, catalogue
 from sim.copies import Custody, Device, LateEngine
-from sim.pool import BLOCK, Pool
+from sim.pool import AFTERLIFE, BLOCK, Pool
 from sim.rank import Rank, StepError
 from sim.requests import Request, Turn
 from sim.scheduler import SimScheduler, Step
 from sim.settings import Settings
+
+OnDone = Callable[[list[int], bool], None]
 
 MAX_LIVE = 8
 IDLE_STEPS = 12  # steps after which an engine without requests must have given everything back
 
 
 class Simulation:
-    """``scheduler_class``, ``worker_class`` and ``wrap_cache`` let tests plant faults. Every method is one event.
+    """Every public method is one event. The arguments let tests plant faults.
 
-    ``wrap_cache(cache, name)`` gives what the named process ("scheduler", "rank 0") has in the cache's place.
+    ``scheduler_class`` and ``worker_class`` are the connector's halves, ``wrap_cache(cache, name)``
+    gives what the named process ("scheduler", "rank 0") has in the cache's place, ``at_death`` is
+    called before an engine ends.
     """
 
     def __init__(
@@ -42,7 +46,8 @@ class Simulation:
         *,
         scheduler_class: type[Any] = scheduler_module.ECCPUScheduler,
         worker_class: type[Any] = worker_module.ECCPUWorker,
-        wrap_cache: Any = lambda cache, name: cache,
+        wrap_cache: Callable[[Any, str], Any] = lambda cache, name: cache,
+        at_death: Callable[[Simulation], None] = lambda simulation: None,
     ) -> None:
         self.settings = settings
         self.rng = random.Random(f"simulation {settings.seed}")
@@ -52,74 +57,79 @@ class Simulation:
         self.variants = catalogue(self.rng, settings.keys)
         self.pool = Pool(settings)
         self.counts: Counter[str] = Counter()
+        self.engines: list[LateEngine] = []
+        self._classes = scheduler_class, worker_class
         self._wrap = wrap_cache
-        self._config = self._make_config()
-        half = self._scheduler_half(scheduler_class)
-        self.halves: list[Any] = [half]
-        connector = self._connector(ECConnectorRole.SCHEDULER, half)
-        self.scheduler = SimScheduler(settings, connector, self.rng)
-        self.ranks = [self._rank(rank, worker_class) for rank in range(settings.ranks)]
-        self._todo: list[deque[Step]] = [deque() for _ in self.ranks]
-        self._in_flight: deque[Step] = deque()
-        self._broken = False
-        self._stalled = False
-        self._request_number = 0
-
-    def _make_config(self) -> SimpleNamespace:
-        settings = self.settings
-        return engine_config(
+        self._at_death = at_death
+        self._config = engine_config(
             settings.role,
             settings={"completion": settings.completion, "log_interval": 0},
             capacity=settings.blocks * BLOCK,
             tensor=settings.ranks,
             batches=settings.batches,
         )
+        self._request_number = 0
+        self.stalled = False
+        self._outliving: list[Device] = []
+        self._start()
 
-    def _scheduler_half(self, scheduler_class: type[Any]) -> Any:
-        return scheduler_class(
+    def _start(self) -> None:
+        """An engine begins, with empty hands."""
+        half = self._classes[0](
             self._config,
             cache=self._wrap(self.pool.scheduler, "scheduler"),
             region=self.pool.scheduler_region,
             clock=self.clock,
         )
+        self.halves: list[Any] = [half]
+        connector = self._connector(ECConnectorRole.SCHEDULER, half)
+        self.scheduler = SimScheduler(self.settings, connector, self.rng)
+        self.engines = []
+        self.ranks = [self._rank(number) for number in range(self.settings.ranks)]
+        self._todo: list[deque[Step]] = [deque() for _ in self.ranks]
+        self._in_flight: deque[Step] = deque()
+        self._broken = False
 
     def _connector(self, role: ECConnectorRole, half: Any) -> Any:
+        """vLLM's connector object with this half in it."""
         name = "ECCPUScheduler" if role == ECConnectorRole.SCHEDULER else "ECCPUWorker"
         module = scheduler_module if role == ECConnectorRole.SCHEDULER else worker_module
         with patch.object(module, name, lambda config: half):
             return ECPoolConnector(self._config, role)
 
-    def _rank(self, number: int, worker_class: type[Any]) -> Rank:
+    def _rank(self, number: int) -> Rank:
         device = Device(self.rng)
-        region = self.pool.regions[number]
 
         def on_done(ids: list[int], ok: bool) -> None:
             half._on_done(ids, ok)
 
-        engine: Any
-        if self.settings.copies == "real":
-            engine = TransferEngine(region, torch.device("cpu"), on_done=on_done)
-        else:
-            engine = LateEngine(
-                region,
-                device,
-                self.content,
-                self.custody,
-                self.rng,
-                on_done=on_done,
-                name=f"rank {number}",
-                failing=self.settings.failing_copies,
-            )
-        half = worker_class(
+        half = self._classes[1](
             self._config,
             cache=self._wrap(self.pool.caches[number], f"rank {number}"),
-            region=region,
-            engine=engine,
+            region=self.pool.regions[number],
+            engine=self._copies(number, device, on_done),
             place=Place(number, True),
         )
         self.halves.append(half)
         connector = self._connector(ECConnectorRole.WORKER, half)
         return Rank(number, self.settings, connector, device, self.content, self.rng)
+
+    def _copies(self, number: int, device: Device, on_done: OnDone) -> Any:
+        region = self.pool.regions[number]
+        if self.settings.copies == "real":
+            return TransferEngine(region, torch.device("cpu"), on_done=on_done)
+        engine = LateEngine(
+            region,
+            device,
+            self.content,
+            self.custody,
+            self.rng,
+            on_done=on_done,
+            name=f"rank {number}",
+            failing=self.settings.failing_copies,
+        )
+        self.engines.append(engine)
+        return engine
 
     # Requests.
 
@@ -133,13 +143,10 @@ class Simulation:
             f"request-{self._request_number}",
             priority=rng.randrange(3),
             resumable=rng.random() < 0.15,
-            with_data=self._is_gathered() or rng.random() < 0.95,
+            with_data=self.settings.is_gathered or rng.random() < 0.95,
         )
         request.extend(self._turn())
         self.scheduler.add(request)
-
-    def _is_gathered(self) -> bool:
-        return self.settings.consumes or self.settings.runner == "v2"
 
     def _turn(self) -> Turn:
         rng = self.rng
@@ -192,7 +199,7 @@ class Simulation:
                 raise Violation(f"{variant} was promised in step {step.number} and is not loaded")
             if tuple(load.shape) != variant.shape or load.dtype != "float32":
                 raise Violation(f"{variant} was promised, {load} is loaded")
-        encoded = {each.key for each in step.encoded()} | {
+        encoded = {
             step.requests[name].items[index].key
             for name, indices in step.encode.items()
             for index in indices
@@ -238,8 +245,14 @@ class Simulation:
             self.ranks[number].device.finish_compute(mark)
 
     def device(self, number: int) -> None:
-        """A rank's device does one thing that it may do next."""
+        """A rank's device does one thing that it may do next; so does that of an engine that is gone."""
         self.ranks[number % len(self.ranks)].device.advance()
+        for device in self._outliving:
+            if self.pool.is_after_death(AFTERLIFE):
+                device.stop()
+            else:
+                device.advance()
+        self._outliving = [each for each in self._outliving if not each.idle()]
 
     # Trouble.
 
@@ -276,28 +289,41 @@ class Simulation:
 
     def stall(self) -> None:
         """A client stops while it holds the pool's lock."""
-        if self.settings.stalls and not self._stalled:
-            self._stalled = True
+        if self.settings.stalls and not self.stalled:
+            self.stalled = True
             self.counts["stalls"] += 1
             self.pool.stall()
 
     def go_on(self) -> None:
-        if self._stalled:
-            self._stalled = False
+        if self.stalled:
+            self.stalled = False
             self.pool.go_on()
 
     def neighbour(self) -> None:
         """Another engine saves an item of this namespace."""
         plain = [each for each in self.variants if each.rows and each.modality != "prompt_embeds"]
         plain = [each for each in plain if each.dtype == torch.float32]
-        if self.settings.neighbours and not self._stalled and plain:
+        if self.settings.neighbours and not self.stalled and plain:
             self.pool.neighbour_saves(self.rng.choice(plain), self.content)
 
     def flush(self) -> None:
         """Somebody flushes the pool, for no reason that this engine knows of."""
-        if self.settings.flushes and not self._stalled:
+        if self.settings.flushes and not self.stalled:
             self.pool.flush()
             self.counts["flushes"] += 1
+
+    def restart(self) -> None:
+        """All processes of the engine end as they are, and another engine begins on the same pool."""
+        if not self.settings.restarts or self.stalled:
+            return
+        self.counts["restarts"] += 1
+        self._at_death(self)
+        self.pool.end_engine(self.rng)
+        for engine in self.engines:
+            engine.outlive(self.pool.neighbour_region)
+        self._outliving += [rank.device for rank in self.ranks]
+        self.pool.start_engine()
+        self._start()
 
     def long_pause(self) -> None:
         """Nothing happens for longer than anybody's patience."""
@@ -340,10 +366,14 @@ class Simulation:
             self._settle()
 
     def _check_at_rest(self) -> None:
+        for device in self._outliving:
+            device.stop()
+        self._outliving = []
+        self.pool.wait_for_the_dead()
         if self.custody.busy():
             raise Violation("a device is at work still")
         self.pool.check_at_rest()
-        self.pool.check_contents(self.variants, self.content, self.rng)
+        self.pool.check_contents(self.variants, self.content)
         self.check_halves()
 
     def check_halves(self) -> None:
@@ -385,6 +415,3 @@ def numbers(simulation: Simulation) -> dict[str, int]:
             native[name] = native.get(name, 0) + count
     told.update({f"pool {name}": count for name, count in native.items()})
     return dict(told)
-
-
-__all__ = ["Simulation", "Variant", "numbers"]

@@ -398,7 +398,9 @@ def test_threads_on_one_pool(pool: Pool) -> None:
     assert healthy(pool)
 
 
-def test_closing_while_others_work_is_a_clear_error_for_them(directory: Path) -> None:
+def test_closing_while_others_work_is_a_clear_error_for_them(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = Pool("1MiB", directory=directory)
     errors: list[BaseException] = []
 
@@ -417,7 +419,8 @@ def test_closing_while_others_work_is_a_clear_error_for_them(directory: Path) ->
     pool.close()
     for thread in threads:
         thread.join(30)
-    assert [type(error) for error in errors] == [ClosedError] * 4
+    assert [repr(error) for error in errors] == ["ClosedError('the pool is closed')"] * 4
+    assert caplog.records == []
 
 
 # On a device

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ecpool.vllm.boundary import Boundary, is_containable
+
+if TYPE_CHECKING:
+    from ecpool import EmbeddingCache
 
 ATTEMPTS = 1000
 
@@ -47,3 +51,30 @@ class GiveBack:
             call.attempts += 1
             if call.attempts < ATTEMPTS:
                 self._owed.append(call)
+
+
+class Settler:
+    """Does with a later step what the native cache put off because its lock was not free.
+
+    The cache does so itself with its next call, but where everything is held back there may be no
+    such call: a worker that is given nothing to copy makes none. Where nothing was put off this
+    takes no lock.
+    """
+
+    def __init__(self, cache: EmbeddingCache, boundary: Boundary) -> None:
+        self._cache = cache
+        self._boundary = boundary
+        self._settled = 0
+
+    def settle(self) -> None:
+        """Once in every step."""
+        self._boundary.call(None, self._settle)
+
+    def _settle(self) -> None:
+        before = self._cache.counters()
+        put_off = before.get("deferred", 0)
+        if put_off == self._settled:
+            return
+        self._cache.unclaimed(())  # any call that gets the lock does what was put off first
+        if self._cache.counters().get("lock_timeouts", 0) == before.get("lock_timeouts", 0):
+            self._settled = put_off

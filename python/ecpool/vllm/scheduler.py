@@ -34,7 +34,7 @@ from ecpool.vllm.expectations import (
     expected_of,
     is_per_request,
 )
-from ecpool.vllm.giveback import GiveBack
+from ecpool.vllm.giveback import GiveBack, Settler
 from ecpool.vllm.identity import dtype_name, identify
 from ecpool.vllm.loads import OpenLoads
 from ecpool.vllm.log import get_logger
@@ -95,6 +95,7 @@ class ECCPUScheduler:
         self.counts: Counter[str] = Counter()
         self._summary = Summary(logger, self._config.log_interval, clock)
         self._give_back = GiveBack(self.boundary)
+        self._settler = Settler(self._cache, self.boundary)
         self._start_clocks(step_tracker)
         self._open_loads = OpenLoads(
             self._cache, self.boundary, self._give_back, self._close_later, clock, self.counts
@@ -341,7 +342,7 @@ class ECCPUScheduler:
         saves = self._expired(self._saves_by_steps, finished)
         # Of a save that no worker has claimed not even the shape is known.
         unseen = self._unclaimed(saves)
-        self._give_back(self._cache.close_unclaimed, [each for each in saves if each in unseen])
+        self._give_back(self._close_save, [each for each in saves if each in unseen])
         self._give_back(self._cache.finish_saves, [each for each in saves if each not in unseen])
         loads = self._expired(self._loads_by_steps, finished)
         # A load that some rank has not seen is not over, however many steps have gone by.
@@ -349,6 +350,11 @@ class ECCPUScheduler:
         for each in unseen:
             self._start_clock(self._loads_by_steps, each)
         self._give_back(self._cache.finish_loads, [each for each in loads if each not in unseen])
+
+    def _close_save(self, ids: list[int]) -> None:
+        """Where the lock was not free, one may be claimed after all, and no worker will end it."""
+        for each in self._cache.close_unclaimed(ids):
+            self._start_clock(self._saves_by_steps, each)
 
     def _expired(self, tracker: StepTracker, finished: list[str]) -> list[int]:
         return [int(each) for each in self.boundary.call([], tracker.step, finished)]

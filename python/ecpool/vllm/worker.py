@@ -17,6 +17,7 @@ import torch
 from ecpool.transfer import LoadItem, SaveItem, TransferEngine, TransferError
 from ecpool.vllm.boundary import Boundary, is_containable
 from ecpool.vllm.config import PoolConfig, pool_config
+from ecpool.vllm.giveback import Settler
 from ecpool.vllm.identity import dtype_name, identify
 from ecpool.vllm.log import RateLimit, get_logger
 from ecpool.vllm.metadata import ECPoolMetadata, Load, Save
@@ -60,6 +61,7 @@ class ECCPUWorker:
         self._region = region
         self._cache = self._open(vllm_config) if cache is None else cache
         self._engine = self._make_engine() if engine is None else engine
+        self._settler = Settler(self._cache, self.boundary)
         self._log_limit = RateLimit(_LOG_INTERVAL)
         self.counts: Counter[str] = Counter()
         self._closed = False
@@ -100,6 +102,7 @@ class ECCPUWorker:
         self.clear()
         if self._closed:
             return
+        self._settler.settle()
         self._loads = metadata.loads if self._place.loads else []
         self._announced = {each.key: each for each in metadata.saves} if self._saves_here else {}
 
@@ -112,7 +115,7 @@ class ECCPUWorker:
         """Load what the metadata names; the tensors may be used on the current stream at once."""
         self._encoder_cache = encoder_cache
         loads, self._loads = self._loads, []
-        claimed = self._claim_loads(loads)
+        claimed = self._claim_loads(loads, encoder_cache)
         if claimed:
             missing = {each.key: each for each in claimed if not _holds(encoder_cache, each)}
             wanted = {each.id for each in missing.values()}
@@ -153,7 +156,7 @@ class ECCPUWorker:
 
     # Loads.
 
-    def _claim_loads(self, loads: list[Load]) -> list[Load]:
+    def _claim_loads(self, loads: list[Load], encoder_cache: EncoderCache) -> list[Load]:
         if not loads:
             return []
         ids = [each.id for each in loads]
@@ -162,11 +165,11 @@ class ECCPUWorker:
         outcomes: Sequence[str] = self.boundary.call(
             ["claimed"] * len(ids), self._cache.claim_loads, self._place.rank, ids
         )
-        refused = [
-            load for load, outcome in zip(loads, outcomes, strict=True) if outcome == "refused"
-        ]
-        for load in refused:
-            self._lost(load.key, "its transfer was closed before this worker could claim it", None)
+        for load, outcome in zip(loads, outcomes, strict=True):
+            # Steps that were scheduled before the load was over name it once more.
+            if outcome == "refused" and not _holds(encoder_cache, load):
+                why = "its transfer was closed before this worker could claim it"
+                self._lost(load.key, why, None)
         return [load for load, outcome in zip(loads, outcomes, strict=True) if outcome == "claimed"]
 
     def _load(self, encoder_cache: EncoderCache, loads: list[Load]) -> None:
