@@ -18,9 +18,6 @@ use crate::index::{
 };
 use crate::memo;
 
-/// Slots that a flush looks at per acquisition of the lock.
-const SWEEP: u32 = 4096;
-
 /// An item to be saved, in the words of those who know keys and not digests.
 #[derive(Debug, Clone, Copy)]
 pub struct Item<'k> {
@@ -456,14 +453,7 @@ impl EmbeddingCache {
             index.raise_epoch(namespace)?;
             Ok(namespace.row)
         })?;
-        let (mut dropped, mut next) = (0, Some(0));
-        while let Some(from) = next {
-            let swept = self.client.with(PATIENT, |index| index.sweep_flushed(row, from, SWEEP));
-            // What is not swept now is unfindable all the same, and dropped on sight or evicted.
-            let Ok((count, rest)) = swept else { break };
-            (dropped, next) = (dropped + count, rest);
-        }
-        Ok(dropped)
+        Ok(self.client.sweep_flushed(row))
     }
 }
 

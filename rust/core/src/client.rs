@@ -22,10 +22,12 @@ use crate::index::{
 use crate::region::{Guard, Region};
 
 mod deferred;
+mod flush;
 #[cfg(test)]
 mod tests;
 
 pub use deferred::Deferred;
+pub use flush::FlushedNamespace;
 
 /// How long the blocks of a dead group stay as they are: a device may still be writing.
 pub const QUARANTINE: Duration = Duration::from_secs(2);

@@ -411,3 +411,20 @@ fn a_region_stays_out_of_core_dumps() {
     assert_eq!(ours, 2, "control and data");
     drop(region);
 }
+
+#[test]
+fn a_region_is_removed_by_its_name_only_if_nobody_uses_it() {
+    let parent = scratch();
+    let directory = parent.path().join("pools");
+    let kept = open(&directory, "kept", Lifetime::Persistent).unwrap();
+    let gone = open(&directory, "gone", Lifetime::Persistent).unwrap();
+    assert!(matches!(Region::remove(Some(&directory), "kept"), Err(Error::InvalidArgument(_))));
+    assert!(matches!(Region::remove(Some(&directory), "none"), Err(Error::Region { .. })));
+    gone.close();
+    Region::remove(Some(&directory), "gone").unwrap();
+    assert!(Region::scan(Some(&directory)).unwrap().iter().all(|found| found.name == "kept"));
+    kept.close();
+    Region::remove(Some(&directory), "kept").unwrap();
+    assert!(!directory.exists());
+    assert!(matches!(Region::remove(Some(&directory), "kept"), Err(Error::Region { .. })));
+}

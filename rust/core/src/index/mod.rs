@@ -37,7 +37,7 @@ use zerocopy::{FromBytes, IntoBytes, KnownLayout};
 pub use clients::{ClientInfo, Reclaimed, Registration, Role};
 pub use describe::{EntryInfo, ExtentList, IndexStats};
 pub use entries::{EntryHandle, Unfit};
-pub use namespaces::{NamespaceInfo, NamespaceKey, NamespaceRef};
+pub use namespaces::{NamespaceInfo, NamespaceKey, NamespaceRef, label_of};
 pub use records::{ClientRef, MAX_DIMS};
 pub use transfers::{BeginSave, ClaimOutcome, SaveRequest, SaveShape, SaveSkip, TransferId};
 

@@ -149,6 +149,19 @@ impl Index<'_> {
         self.namespaces.iter().enumerate().filter(used).map(info).collect()
     }
 
+    /// The namespaces in use whose label `wanted` accepts.
+    pub fn namespaces_by_label(&self, wanted: impl Fn(&str) -> bool) -> Vec<(NamespaceKey, String)> {
+        let mut found = Vec::new();
+        for (row, record) in (0u32..).zip(self.namespaces.iter()) {
+            let label = read_label(&record.label, record.label_len);
+            let used = record.commit.load_or_free(Table::Namespaces, row).state == namespace_state::USED;
+            if used && wanted(&label) {
+                found.push((NamespaceKey { row, epoch: record.epoch }, label));
+            }
+        }
+        found
+    }
+
     pub(super) fn namespace_commit(&self, row: u32) -> Checked<super::commit::Commit> {
         let commit = self.namespace_row(row)?.commit.load(Table::Namespaces, row);
         commit.ok_or(Damaged("a namespace's check bits do not fit"))
@@ -163,12 +176,17 @@ impl Index<'_> {
     }
 }
 
+/// The label of a namespace of this name: as much of it as is kept for people.
+pub fn label_of(name: &str) -> &str {
+    &name[..name.floor_char_boundary(LABEL_LEN)]
+}
+
 /// Copies as much of `text` as fits; returns how many bytes that was.
 pub(super) fn store_label(label: &mut [u8; LABEL_LEN], text: &str) -> u32 {
-    let len = text.floor_char_boundary(LABEL_LEN);
+    let text = label_of(text);
     label.fill(0);
-    label[..len].copy_from_slice(&text.as_bytes()[..len]);
-    len as u32
+    label[..text.len()].copy_from_slice(text.as_bytes());
+    text.len() as u32
 }
 
 pub(super) fn read_label(label: &[u8], len: u32) -> String {

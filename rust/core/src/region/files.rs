@@ -188,8 +188,12 @@ impl Directory {
         }
     }
 
-    /// Removes the directory if nothing is in it any more; whoever needs it makes it again.
+    /// Removes the default directory if nothing is in it any more; whoever needs it makes it again. A directory that
+    /// somebody chose is his, and stays.
     pub(super) fn remove_if_empty(&self) {
+        if self.path != default_directory() {
+            return;
+        }
         // Not empty, gone already, a mount point, a parent that may not be written to: it stays.
         let _ = fs::rmdir(&self.path);
     }

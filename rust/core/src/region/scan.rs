@@ -9,7 +9,7 @@ use super::Region;
 use super::files::{Directory, Names, default_directory, failed, identity_of};
 use super::header::{Lifetime, peek_lifetime};
 use super::structure::Structure;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::geometry::MAX_CLIENTS;
 use crate::liveness::Range;
 
@@ -51,7 +51,7 @@ impl Region {
     /// directory. Needs no region to be open.
     ///
     /// # Errors
-    /// [`crate::Error::Region`] if the directory is not the user's alone, or cannot be read.
+    /// [`Error::Region`] if the directory is not the user's alone, or cannot be read.
     pub fn scan(directory: Option<&Path>) -> Result<Vec<Found>> {
         let Some(directory) = open(directory)? else { return Ok(Vec::new()) };
         Ok(directory.regions()?.iter().filter_map(|names| look_at(&directory, names).ok()).collect())
@@ -67,6 +67,31 @@ impl Region {
         let removed = remove_dead_but(&directory, None)?;
         directory.remove_if_empty();
         Ok(removed)
+    }
+
+    /// Removes the files of the region `name`, persistent or not and of whatever layout version, which nobody may be using.
+    ///
+    /// # Errors
+    /// - [`Error::Region`] if there is none of this name (its source is `NotFound`), and as [`Region::scan`].
+    /// - [`Error::InvalidArgument`] if somebody uses it; then nothing of that version is removed.
+    pub fn remove(directory: Option<&Path>, name: &str) -> Result<()> {
+        let path = directory.map_or_else(default_directory, Path::to_owned);
+        let missing = || failed(&path.join(name), "removing region", io::Error::from(io::ErrorKind::NotFound));
+        let Some(directory) = Directory::open(&path)? else { return Err(missing()) };
+        let mut found = directory.regions()?;
+        found.retain(|names| names.name == name);
+        if found.is_empty() {
+            return Err(missing());
+        }
+        for names in found {
+            if !remove_unused(&directory, &names, Persistent::Goes)? {
+                return Err(Error::InvalidArgument(format!(
+                    "region {name:?} is in use; end the processes that use it first"
+                )));
+            }
+        }
+        directory.remove_if_empty();
+        Ok(())
     }
 }
 
@@ -117,21 +142,28 @@ pub(super) fn remove_dead_but(directory: &Directory, but: Option<&Names>) -> Res
     let mut removed = Vec::new();
     for names in directory.regions()? {
         // What cannot be removed (it may belong to somebody else) is in nobody's way here.
-        if Some(&names) != but && remove_if_dead(directory, &names).unwrap_or(false) {
+        if Some(&names) != but && remove_unused(directory, &names, Persistent::Stays).unwrap_or(false) {
             removed.push(names.name);
         }
     }
     Ok(removed)
 }
 
-fn remove_if_dead(directory: &Directory, names: &Names) -> Result<bool> {
+/// What becomes of a persistent region that nobody uses.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Persistent {
+    Stays,
+    Goes,
+}
+
+fn remove_unused(directory: &Directory, names: &Names, persistent: Persistent) -> Result<bool> {
     let Some(structure) = Structure::try_enter(directory, names)? else { return Ok(false) };
     if structure.is_anyone_attached()? {
         return Ok(false);
     }
     if let Some(file) = directory.open_file(&names.region)? {
         let path = directory.path_of(&names.region);
-        if let (_, Some(Lifetime::Persistent)) = examine(&file, &path)? {
+        if persistent == Persistent::Stays && matches!(examine(&file, &path)?, (_, Some(Lifetime::Persistent))) {
             return Ok(false);
         }
         let identity = identity_of(&file).map_err(|e| failed(&path, "examining", e))?;
