@@ -17,8 +17,7 @@ TESTS = Path(__file__).parents[1]
 # What a child knows before its own lines run.
 PRELUDE = """
 import os, sys, time
-import ecpool
-from ecpool import *
+from ecpool import ClosedError, EmbeddingCache, Region
 def say(*what): print(*what, flush=True)
 def listen(): return sys.stdin.readline().strip()
 directory = sys.argv[1]

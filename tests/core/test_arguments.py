@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from core.helpers import begin, store
+
 from ecpool import EmbeddingCache, InvalidArgumentError, Region, StepTracker
 
 REGION_ARGUMENTS: list[tuple[dict[str, Any], str]] = [

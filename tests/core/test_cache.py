@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from core.helpers import ROW, begin, claim, fill, is_whole, store
+
 from ecpool import EmbeddingCache, EntryStateError, KeyNotFoundError, Region
 
 Make = Callable[[int], EmbeddingCache]
@@ -252,7 +252,9 @@ def test_items_that_are_no_items(make_cache: Make) -> None:
 
 def test_every_way_out_of_a_save(make_cache: Make) -> None:
     cache = make_cache(8)
-    saves = {key: begin(cache, key) for key in ("withdrawn", "closed", "failed", "large", "claimed")}
+    saves = {
+        key: begin(cache, key) for key in ("withdrawn", "closed", "failed", "large", "claimed")
+    }
     cache.withdraw([saves["withdrawn"].id])
     assert cache.close_unclaimed([saves["closed"].id]) == []
     assert claim(cache, saves["closed"]) == "refused"
@@ -328,7 +330,13 @@ def test_counters_and_stats_have_the_names_that_tools_know(make_cache: Make) -> 
     counters = cache.counters()
     assert (counters["hits"], counters["misses"], counters["hit_bytes"]) == (1, 1, ROW)
     assert (counters["saves"], counters["saved_bytes"], counters["saves_completed"]) == (1, ROW, 1)
-    assert {"num_blocks", "free_blocks", "evictable_blocks", "holds", "orphaned"} <= cache.stats().keys()
+    assert {
+        "num_blocks",
+        "free_blocks",
+        "evictable_blocks",
+        "holds",
+        "orphaned",
+    } <= cache.stats().keys()
 
 
 def test_errors_leave_everything_as_it_was(make_cache: Make) -> None:

@@ -105,7 +105,9 @@ def test_attaching_to_nothing_is_an_os_error_that_names_the_file(pools: Path) ->
     assert not pools.exists()
 
 
-def test_a_region_used_with_other_sizes_is_refused_with_both(open_region: Callable[..., Region]) -> None:
+def test_a_region_used_with_other_sizes_is_refused_with_both(
+    open_region: Callable[..., Region],
+) -> None:
     open_region(capacity=1 << 20)
     with pytest.raises(errors.InvalidArgumentError, match=r"blocks 256.*512"):
         open_region(capacity=2 << 20)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from core.helpers import ROW, begin, claim, fill, is_whole, store
 from core.processes import Child, stopped_under_the_lock
+
 from ecpool import EmbeddingCache, PoolBusyError, Region
 
 Open = Callable[..., Region]
@@ -158,7 +158,11 @@ def test_a_stopped_holder_costs_misses_and_nothing_that_is_given_back(
     cache = EmbeddingCache(region=region)
     store(cache, "ready")
     lease, load = cache.lease("ready"), cache.lease("ready")
-    save, unclaimed, dropped = begin(cache, "save"), begin(cache, "unclaimed"), begin(cache, "dropped")
+    save, unclaimed, dropped = (
+        begin(cache, "save"),
+        begin(cache, "unclaimed"),
+        begin(cache, "dropped"),
+    )
     assert lease is not None and load is not None
     assert claim(cache, save) == "claimed"
     fill(cache, ["pinned"])

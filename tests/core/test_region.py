@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from core.helpers import begin, claim, is_whole, store
+
 from ecpool import (
     ClosedError,
     EmbeddingCache,
@@ -160,7 +160,9 @@ def test_the_table_of_calls_is_complete() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_closed_region_says_so_and_closing_again_is_harmless(open_region: Open, call: str) -> None:
+def test_a_closed_region_says_so_and_closing_again_is_harmless(
+    open_region: Open, call: str
+) -> None:
     region = open_region()
     cache = EmbeddingCache(region=region)
     region.close()
@@ -182,7 +184,9 @@ def test_an_entry_of_a_closed_region_says_so(open_region: Open) -> None:
 
 
 def test_a_view_keeps_the_mapping(open_region: Open) -> None:
-    region = Region.open("viewed", capacity=1 << 20, block_size=4096, directory=open_region().path.rsplit("/", 1)[0])
+    region = Region.open(
+        "viewed", capacity=1 << 20, block_size=4096, directory=open_region().path.rsplit("/", 1)[0]
+    )
     view = memoryview(region)
     view[:5] = b"hello"
     region.close()

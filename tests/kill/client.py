@@ -8,8 +8,17 @@ import signal
 from ecpool import EntryStateError, KeyNotFoundError, PoolBusyError
 from kill.channel import Channel
 from kill.engine import Place
-from kill.world import CONTENT, DTYPE, ROW_BYTES, Item, Probe, Settings, open_cache, open_region
-from kill.world import some_item
+from kill.world import (
+    CONTENT,
+    DTYPE,
+    ROW_BYTES,
+    Item,
+    Probe,
+    Settings,
+    open_cache,
+    open_region,
+    some_item,
+)
 
 
 class PoolClient:

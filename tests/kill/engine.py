@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 from ecpool import PoolBusyError
 from kill.channel import Channel
 from kill.device import begin_writing
-from kill.world import CONTENT, DTYPE, ROW_BYTES, Item, Probe, Settings, open_cache, open_region
-from kill.world import some_item
+from kill.world import (
+    CONTENT,
+    DTYPE,
+    ROW_BYTES,
+    Item,
+    Probe,
+    Settings,
+    open_cache,
+    open_region,
+    some_item,
+)
 
 if TYPE_CHECKING:
     from ecpool import EmbeddingCache, Region
@@ -173,7 +182,7 @@ class Worker:
     ) -> None:
         self._scheduler, self._reports = scheduler, reports
         self._rank, self._probe, self._rng = rank, probe, rng
-        self._namespace = place.namespace
+        self._namespace, self._group = place.namespace, place.group
         self._region = open_region(
             settings, place.region, "worker", place.group, rank=rank, expected=place.expected
         )
@@ -215,7 +224,7 @@ class Worker:
         done = []
         for job, outcome in zip(loads, outcomes, strict=True):
             if outcome == "refused":
-                self._require_dead_scheduler(f"the promised load of {job.item} was refused")
+                self._suspect(f"the promised load of {job.item} was refused")
             else:
                 self._verify(job)
                 done.append(job.id)
@@ -230,16 +239,13 @@ class Worker:
         if self._probe(self._cache.claim_loads, self._rank, [job.id]) == ["refused"]:
             # The lock was busy when the load was dispatched and claimed, and then the one who had
             # promised it died: its engine is gone, and nobody will see what was read.
-            self._require_dead_scheduler(f"wrong bytes of {job.item} were loaded")
+            self._suspect(f"wrong bytes of {job.item} were loaded")
         else:
             self._reports.send(("wrong", f"wrong bytes of {job.item} under load {job.id}"))
 
-    def _require_dead_scheduler(self, what: str) -> None:
-        try:
-            while self._scheduler.receive(timeout=0.2) is not None:
-                pass
-        except TimeoutError:
-            self._reports.send(("wrong", f"{what}, and the scheduler lives"))
+    def _suspect(self, what: str) -> None:
+        """Something that may only happen to an engine whose scheduler is dead."""
+        self._reports.send(("suspect", (self._group, what)))
 
     def _save(self, saves: list[Job]) -> list[int]:
         mine = [job for job in saves if self._rank == 0 or self._rng.random() < 0.9]

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kill.audit import Audit, audit
 from kill.channel import Channel, pair
@@ -45,6 +46,11 @@ class Group:
     incarnation: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
     winding_down: bool = False
+
+    @property
+    def name(self) -> str:
+        """Another one in each life, as a real engine's is."""
+        return f"{self.kind}-{self.number}-{self.incarnation}"
 
 
 @dataclass(slots=True)
@@ -90,7 +96,9 @@ class Harness:
                 self._run_batch()
                 self.report.add(audit(self._settings, self._region_names()))
                 report = self.report
-                self._log(f"{report.kills} kills, {report.starts} starts, {report.failures or 'all well'}")
+                self._log(
+                    f"{report.kills} kills, {report.starts} starts, {report.failures or 'all well'}"
+                )
         finally:
             self._kill_all()
         return self.report
@@ -216,8 +224,22 @@ class Harness:
                 group = self._by_pid.get(what)
                 if group is not None:
                     group.processes[what].hanging = True
+            elif kind == "suspect":
+                self._judge(*what)
             else:
                 self.report.failures.append(f"{kind}: {what}")
+
+    def _judge(self, engine: str, what: str) -> None:
+        """A worker met what is right only if its scheduler had died before; nobody is killed here meanwhile."""
+        group = next((group for group in self._groups if group.name == engine), None)
+        schedulers = (
+            [p for p in group.processes.values() if p.title.startswith("scheduler")]
+            if group
+            else []
+        )
+        time.sleep(0.02)  # what a dying process takes from freeing its lock to being seen dead
+        if any(_is_alive(scheduler.pid) for scheduler in schedulers):
+            self.report.failures.append(f"wrong: {what}, and the scheduler of {engine} lives")
 
     def _look_for_stuck(self) -> None:
         now = time.monotonic()
@@ -233,11 +255,13 @@ class Harness:
     def _start(self, group: Group) -> None:
         group.incarnation += 1
         group.winding_down = False
-        name = f"{group.kind}-{group.number}-{group.incarnation}"
+        name = group.name
         namespace = self._rng.choice(NAMESPACES)
         if group.kind == "client":
             place = Place(name, self._settings.name, namespace, 1)
-            self._fork(group, f"client of {name}", [], run_client, self._settings, place, self._report_end)
+            self._fork(
+                group, f"client of {name}", [], run_client, self._settings, place, self._report_end
+            )
             return
         workers = self._settings.workers
         region = self._settings.name
@@ -315,6 +339,13 @@ class Harness:
         finally:
             sys.stderr.flush()
             os._exit(status)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
 
 
 def _adopt_orphans() -> None:

@@ -388,7 +388,8 @@ impl Client {
     /// Leaves: ends this client's holds and closes its region. Further calls fail; a second close does nothing.
     pub fn close(&self) {
         if let Store::Region(region) = &self.store {
-            if !region.is_closed() && !region.is_forked() {
+            let registered = self.me != ClientRef::default();
+            if registered && !region.is_closed() && !region.is_forked() {
                 // Without the lock the client's record stays, and the next reclaim takes it for dead, which it then is.
                 let _ = self.with(PATIENT, |index| index.deregister_client(self.me));
             }

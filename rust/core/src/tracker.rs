@@ -108,11 +108,21 @@ impl<K, R: Eq + Hash, S: BuildHasher + Default> StepTracker<K, R, S> {
 
     /// Adds a key on behalf of a request; the same key can be added any number of times.
     pub fn add(&mut self, key: K, request: R) {
-        let hash = self.hasher.hash_one(&request);
-        let request = match self.find(hash, &request) {
-            NONE => self.begin_request(hash, request),
-            found => found,
-        };
+        let request = self.request_of(request);
+        self.push(key, request);
+    }
+
+    /// Adds several keys on behalf of one request, in their order.
+    pub fn add_many(&mut self, keys: impl IntoIterator<Item = K>, request: R) {
+        let mut keys = keys.into_iter().peekable();
+        if keys.peek().is_none() {
+            return;
+        }
+        let request = self.request_of(request);
+        keys.for_each(|key| self.push(key, request));
+    }
+
+    fn push(&mut self, key: K, request: u32) {
         let entry = store(&mut self.entries, &mut self.spare, Pending { key: Some(key), request, next: NONE });
         let record = &mut self.requests[request as usize];
         match std::mem::replace(&mut record.last, entry) {
@@ -121,6 +131,15 @@ impl<K, R: Eq + Hash, S: BuildHasher + Default> StepTracker<K, R, S> {
         }
         self.current.push(entry);
         self.waiting += 1;
+    }
+
+    /// The record of a request, made if it is new; the caller adds an entry to it.
+    fn request_of(&mut self, name: R) -> u32 {
+        let hash = self.hasher.hash_one(&name);
+        match self.find(hash, &name) {
+            NONE => self.begin_request(hash, name),
+            found => found,
+        }
     }
 
     fn find(&self, hash: u64, name: &R) -> u32 {
@@ -285,6 +304,19 @@ mod tests {
         tracker.add("c", "3");
         assert_eq!(tracker.drain_all(), ["c", "b", "a"]);
         assert_eq!(tracker.drain_all(), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn many_keys_at_once_are_as_good_as_one_by_one() {
+        let mut tracker = Tracker::new(1).unwrap();
+        tracker.add_many([], "nobody");
+        tracker.add_many(["a", "b"], "r");
+        tracker.add("c", "r");
+        tracker.add_many(["d"], "other");
+        assert_eq!(tracker.len(), 4);
+        assert_eq!(tracker.step(["nobody", "r"]), ["a", "b", "c"]);
+        assert_eq!(tracker.step(NOBODY), ["d"]);
+        assert!(tracker.is_empty());
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod cache;
 mod convert;
 #[cfg(feature = "crash-points")]
 mod crash;
+mod directory;
 mod entry;
 mod error;
 mod region;
@@ -31,7 +32,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tracker::StepTracker>()?;
     #[cfg(feature = "crash-points")]
     module.add_function(wrap_pyfunction!(crash::arm_crash, module)?)?;
-    module.add_function(wrap_pyfunction!(region::scan_regions, module)?)?;
-    module.add_function(wrap_pyfunction!(region::remove_dead_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(directory::scan_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(directory::remove_dead_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(directory::remove_region, module)?)?;
     Ok(())
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ecpool_core::client::{Client, Introduction};
 use ecpool_core::geometry::{Geometry, GeometryRequest};
-use ecpool_core::index::{IndexStats, Role};
-use ecpool_core::region::{self as core, Lifetime, OpenRequest, Phase, Piece, State};
+use ecpool_core::index::{IndexStats, Role, label_of};
+use ecpool_core::region::{self as core, Lifetime, OpenRequest, Phase, Piece};
 use ecpool_core::{Error, Result};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -376,6 +376,17 @@ impl Region {
         Ok(dict)
     }
 
+    /// Flushes the namespace of this name, or every one for None, for all processes: nothing that was stored before is found
+    /// again. Of a name only the first 96 bytes count, which are what status() shows. Returns (name, entries dropped) of each.
+    /// Raises PoolBusyError, with nothing flushed; ClosedError.
+    #[pyo3(signature = (namespace=None))]
+    fn flush(&self, py: Python<'_>, namespace: Option<&str>) -> PyResult<Vec<(String, u64)>> {
+        let client = self.open_client()?;
+        let wanted = namespace.map(label_of);
+        let flushed = py.detach(|| client.flush(|label| wanted.is_none_or(|w| w == label))).map_err(to_py)?;
+        Ok(flushed.into_iter().map(|each| (each.label, each.dropped)).collect())
+    }
+
     /// Leaves: ends this client's holds; the last client to leave a shared region removes its file. Views stay valid.
     /// Further calls raise ClosedError; closing again does nothing.
     fn close(&self, py: Python<'_>) {
@@ -441,46 +452,4 @@ pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &IndexStats) -> PyResult<B
         dict.set_item(name, value)?;
     }
     Ok(dict)
-}
-
-fn lifetime_name(lifetime: Lifetime) -> &'static str {
-    match lifetime {
-        Lifetime::Private { .. } => "private",
-        Lifetime::Shared => "shared",
-        Lifetime::Persistent => "persistent",
-    }
-}
-
-/// The regions in a directory (default: the user's own) as dicts: name, layout, path, bytes, lifetime (or None), state
-/// ("alive", "busy", "idle", "dead") and clients. Attaches to none of them. Raises RegionError.
-#[pyfunction]
-#[pyo3(signature = (directory=None))]
-pub(crate) fn scan_regions(py: Python<'_>, directory: Option<PathBuf>) -> PyResult<Bound<'_, PyList>> {
-    let found = py.detach(|| core::Region::scan(directory.as_deref())).map_err(to_py)?;
-    let list = PyList::empty(py);
-    for region in found {
-        let (state, clients) = match region.state {
-            State::Alive { clients } => ("alive", clients),
-            State::Busy => ("busy", 0),
-            State::Idle => ("idle", 0),
-            State::Dead => ("dead", 0),
-        };
-        let dict = PyDict::new(py);
-        dict.set_item("name", region.name)?;
-        dict.set_item("layout", region.layout)?;
-        dict.set_item("path", region.path.display().to_string())?;
-        dict.set_item("bytes", region.bytes)?;
-        dict.set_item("lifetime", region.lifetime.map(lifetime_name))?;
-        dict.set_item("state", state)?;
-        dict.set_item("clients", clients)?;
-        list.append(dict)?;
-    }
-    Ok(list)
-}
-
-/// Removes the files of regions that nobody uses any more; persistent ones stay. Returns their names. Raises RegionError.
-#[pyfunction]
-#[pyo3(signature = (directory=None))]
-pub(crate) fn remove_dead_regions(py: Python<'_>, directory: Option<PathBuf>) -> PyResult<Vec<String>> {
-    py.detach(|| core::Region::remove_dead(directory.as_deref())).map_err(to_py)
 }

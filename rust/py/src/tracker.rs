@@ -80,9 +80,8 @@ impl StepTracker {
     fn add_many(&self, mm_hashes: &Bound<'_, PyAny>, request_id: &Bound<'_, PyString>) -> PyResult<()> {
         let keys = mm_hashes.try_iter()?.map(|key| Ok(key?.cast_into::<PyString>()?.unbind()));
         let keys = keys.collect::<PyResult<Vec<_>>>()?;
-        let requests = keys.iter().map(|_| RequestId::new(request_id)).collect::<PyResult<Vec<_>>>()?;
-        let mut tracker = self.lock();
-        keys.into_iter().zip(requests).for_each(|(key, request)| tracker.add(key, request));
+        let request = RequestId::new(request_id)?;
+        self.lock().add_many(keys, request);
         Ok(())
     }
 
