@@ -1,1 +1,3 @@
-"""A simulator of vLLM's step loop around the real connector, its real region and its real native module."""
+"""A simulator of vLLM's step loop around the real connector, its real region and its real native
+module.
+"""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Columns by modality: one block to a row, less than a block, more than one. The guess is 1,024 columns of float32.
+# Columns by modality: one block to a row, less than a block, more than one. The guess is 1,024
+# columns of float32.
 COLUMNS = {"image": 1024, "audio": 640, "video": 1536, "odd": 1024, "prompt_embeds": 1024}
 DTYPES = {"odd": torch.float16}  # an encoder whose output has not the model's dtype: never kept
 
@@ -35,11 +36,16 @@ class Variant:
 
 
 class Violation(BaseException):
-    """Something that must never happen has happened. Not an Exception, since those are contained by the connector."""
+    """Something that must never happen has happened.
+
+    Not an Exception, since those are contained by the connector.
+    """
 
 
 class Content:
-    """The bytes of every item, the same in every run; other ones for each generation of the encoder's weights."""
+    """The bytes of every item, the same in every run; other ones for each generation of the
+    encoder's weights.
+    """
 
     def __init__(self) -> None:
         self.generation = 0
@@ -73,7 +79,10 @@ class Content:
 
 
 def catalogue(rng: random.Random, keys: int) -> list[Variant]:
-    """Items of several widths: some with placeholders longer than their rows, without rows, or with rows that vary by request."""
+    """Items of several widths:
+
+    some with placeholders longer than their rows, without rows, or with rows that vary by request.
+    """
     items: list[Variant] = []
     for number in range(keys):
         modality = rng.choice(["image", "image", "audio", "video"])

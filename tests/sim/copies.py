@@ -1,8 +1,9 @@
 """The device of one rank, and a transfer engine whose copies are done when the schedule says.
 
-The device is behind the program: what a step queues on it (an encoder's output, a read of it, a copy) is done later. Streams
-and events allow no less and no more: what compute queued is done in order; a copy starts after what compute held when it was
-submitted; compute goes on after a load only when the load is done; a copy is reported some time after it is done.
+The device is behind the program: what a step queues on it (an encoder's output, a read of it, a
+copy) is done later. Streams and events allow no less and no more: what compute queued is done in
+order; a copy starts after what compute held when it was submitted; compute goes on after a load
+only when the load is done; a copy is reported some time after it is done.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def blocks_of(extents: Extents) -> list[int]:
 
 
 class Custody:
-    """Who reads and who writes each block at the moment: from the submission of a copy to its report."""
+    """Who reads and who writes each block, from the submission of a copy to its report."""
 
     def __init__(self) -> None:
         self._writer: dict[int, str] = {}
@@ -35,7 +36,9 @@ class Custody:
     def begin(self, extents: Extents, who: str, *, writes: bool) -> None:
         for block in blocks_of(extents):
             if block in self._writer:
-                raise Violation(f"block {block} is given to {who} while {self._writer[block]} writes it")
+                raise Violation(
+                    f"block {block} is given to {who} while {self._writer[block]} writes it"
+                )
             if writes and self._readers.get(block):
                 raise Violation(f"block {block} is given to {who} to write while it is being read")
             if writes:
@@ -115,7 +118,7 @@ class Device:
             self._rng.choice(choices)()
 
     def finish_compute(self, mark: int) -> None:
-        """Until compute has done this much; the copies that it waits for included, and no others."""
+        """Until compute has done this much: with the copies that it waits for, and no others."""
         while self._done < mark:
             for copy in [each for each in self._compute[0].after if not each.done]:
                 self._run_copy(copy)
@@ -137,7 +140,9 @@ class Device:
         self._done += 1
 
     def _do_copy(self) -> None:
-        self._run_copy(self._rng.choice([each for each in self._copies if each.after <= self._done]))
+        self._run_copy(
+            self._rng.choice([each for each in self._copies if each.after <= self._done])
+        )
 
     def _run_copy(self, copy: Copy) -> None:
         self._copies.remove(copy)
@@ -150,7 +155,10 @@ class Device:
 
 
 class LateEngine:
-    """Stands in for `TransferEngine`: same calls, but each item's copy and report come when the device gets to them."""
+    """Stands in for `TransferEngine`:
+
+    same calls, but each item's copy and report come when the device gets to them.
+    """
 
     def __init__(
         self,

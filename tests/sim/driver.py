@@ -27,7 +27,7 @@ WEIGHTS: dict[str, float] = {
     "long_pause": 0.2,
     "drain": 0.15,
     "new_weights": 0.05,
-    "restart": 0.3,
+    "restart": 1.0,
 }
 WITH_NUMBER = {"run_rank", "device", "raise_in_next_step"}
 
@@ -44,8 +44,11 @@ class Run:
         self._rng = random.Random(f"driver {settings.seed}")
         self.simulation = Simulation(settings, **planted)
         self.events: list[str] = []
-        self._names = list(WEIGHTS)
-        self._weights = list(WEIGHTS.values())
+        # What the dead leave behind returns after seconds: such engines come to rest only at their
+        # end.
+        rests = {"drain", "new_weights"} if settings.restarts else set()
+        self._names = [name for name in WEIGHTS if name not in rests]
+        self._weights = [WEIGHTS[name] for name in self._names]
 
     @property
     def steps(self) -> int:
@@ -98,8 +101,15 @@ class Run:
             f"{type(error).__name__}: {error}\n"
             f"after {self.steps} steps; last events: {' '.join(self.events[-12:])}\n"
             f"settings: {self.settings.changed()}\n"
-            f"again: python scripts/simulate.py --seed {self.settings.seed} --worlds 1 --steps {self.steps + 1}"
+            f"again: python scripts/simulate.py --seed {self.settings.seed} --worlds 1"
+            f" --steps {self.steps + 1}{self._options()}"
         )
+
+    def _options(self) -> str:
+        """What was set by hand; the rest is the seed's."""
+        drawn, mine = Settings.draw(self.settings.seed).as_dict(), self.settings.as_dict()
+        other = [f"{name}={value!r}" for name, value in mine.items() if value != drawn[name]]
+        return "".join(f' --set "{each}"' for each in other)
 
     def close(self) -> None:
         self.simulation.close()

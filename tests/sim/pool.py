@@ -1,7 +1,7 @@
 """The simulated engine's pool: a real region, and what can trouble it from outside.
 
-Every process of the engine is a client of its own. Further clients are a neighbour engine of the same
-namespace, and somebody who stops under the lock.
+Every process of the engine is a client of its own. Further clients are a neighbour engine of the
+same namespace, and somebody who stops under the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AFTERLIFE, QUARANTINE = 1.2, 2.2
 
 
 class Pool:
-    """``regions`` and ``caches`` are the workers', by rank; ``scheduler`` is the scheduler's cache."""
+    """``regions`` and ``caches`` are the workers', by rank; ``scheduler`` is its cache."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

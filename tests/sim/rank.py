@@ -1,4 +1,7 @@
-"""One worker process of the simulated engine: vLLM's own connector code around the real worker, one encoder cache."""
+"""One worker process of the simulated engine:
+
+vLLM's own connector code around the real worker, one encoder cache.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ class StepError(Exception):
 
 
 class Rank:
-    """Runs steps in the order of vLLM's model runners. ``connector`` is the real one, in the worker's role."""
+    """Runs steps in the order of vLLM's model runners.
+
+    ``connector`` is the real one, in the worker's role.
+    """
 
     def __init__(
         self,

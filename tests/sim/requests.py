@@ -11,12 +11,18 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from sim.content import Variant
 
-WAITING, RUNNING, PREEMPTED, PAUSED, FINISHED = "waiting", "running", "preempted", "paused", "finished"
+WAITING, RUNNING, PREEMPTED, PAUSED, FINISHED = (
+    "waiting",
+    "running",
+    "preempted",
+    "paused",
+    "finished",
+)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A piece of prompt: items, each behind some tokens of text, and the answer's length after it."""
+    """A piece of prompt: items, each behind some text, and the length of the answer to it."""
 
     items: tuple[Variant, ...]
     gaps: tuple[int, ...]
@@ -26,7 +32,9 @@ class Turn:
 
 @dataclass(eq=False)
 class Request:
-    """What the connector and vLLM's encoder cache read of a request, and what a scheduler keeps of it."""
+    """What the connector and vLLM's encoder cache read of a request, and what a scheduler keeps of
+    it.
+    """
 
     request_id: str
     priority: int = 0

@@ -1,7 +1,8 @@
-"""vLLM's scheduler, as far as the encoder cache and the connector see it: the order of its calls, and what it believes.
+"""vLLM's scheduler as the encoder cache and the connector see it: its calls and what it believes.
 
-In front is vLLM's own `EncoderCacheManager`. What is left out has no meaning for them: tokens are numbers, the KV cache is a
-count of tokens, and prefix hits and shortages of KV blocks fall from the sky.
+In front is vLLM's own `EncoderCacheManager`. What is left out has no meaning for them: tokens are
+numbers, the KV cache is a count of tokens, and prefix hits and shortages of KV blocks fall from the
+sky.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ class SimScheduler:
         self._finished_ids.add(request.request_id)
 
     def grow(self, request: Request, turn: Turn) -> None:
-        """More input for a streaming request: at once if it waits for some, else after its present turn."""
+        """More input for a streaming request:
+
+        at once if it waits for some, else after its present turn.
+        """
         if request.status != PAUSED:
             request.turns.append(turn)
             return
@@ -274,6 +278,8 @@ class SimScheduler:
 
     def _plan(self, request: Request, computed: int) -> Plan:
         wanted = request.num_tokens + request.num_output_placeholders - computed
+        if self.settings.chunk:
+            wanted = min(wanted, self.settings.chunk)
         plan = Plan(min(wanted, self._tokens), self._budget)
         if plan.tokens and request.has_encoder_inputs:
             self._plan_inputs(request, computed, plan)
@@ -326,7 +332,8 @@ class SimScheduler:
     def _is_other(self, item: Variant) -> bool:
         """Whether vLLM's own cache has (or had, until a moment ago) another item under this name.
 
-        Older vLLM does not notice, and reads the wrong one; that is not the connector's doing, so it is left out here.
+        Older vLLM does not notice, and reads the wrong one; that is not the connector's doing, so
+        it is left out here.
         """
         known = item.key in self.manager.cached or item.key in self.manager.freed
         return known and self._rows.get(item.key, item.rows) != item.rows
@@ -339,7 +346,10 @@ class SimScheduler:
     # The end of a step.
 
     def _repair(self, step: Step) -> None:
-        """What vLLM believes to be encoded and is not, it would trip over. Here it forgets it as soon as nobody holds it."""
+        """What vLLM believes to be encoded and is not, it would trip over.
+
+        Here it forgets it as soon as nobody holds it.
+        """
         step.not_encoded = frozenset(self._not_encoded)
         for key in list(self._not_encoded):
             if key not in self.manager.cached:
@@ -381,7 +391,10 @@ class SimScheduler:
                 request.num_output_placeholders += 1
 
     def take_output(self, step: Step) -> list[Request]:
-        """The step has run everywhere: what it read is free, what it sampled is there. Returns who has finished."""
+        """The step has run everywhere:
+
+        what it read is free, what it sampled is there. Returns who has finished.
+        """
         ended = [each for each in self.live() if each.mismatched]
         for read in step.reads.values():
             request = read.request

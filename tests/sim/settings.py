@@ -11,20 +11,26 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 HAS_V2 = importlib.util.find_spec("vllm.v1.worker.gpu.ec_connector") is not None
-# Newer vLLM keeps the number of embeddings of what it has cached, and turns a request away that expects another.
+# Newer vLLM keeps the number of embeddings of what it has cached, and turns a request away that
+# expects another.
 COUNTS_EMBEDDINGS = hasattr(EncoderCacheManager, "get_cached_num_encoder_embeds")
 ASKS_RUNNING = hasattr(ECConnectorBase, "take_unavailable_requests")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """runner: whose order of calls, "v1" or "v2". role: vLLM's. ranks: tensor-parallel workers. batches: steps that may be
-    scheduled before the first has run. completion: the connector's setting. copies: "late" (done when the schedule says) or
-    "real" (the real transfer engine, on CPU). blocks: of the region. encoder_cache, encoder_budget: of vLLM, in embeddings.
-    token_budget, kv_tokens: of a step, of the KV cache. priority: preempt by priority, else last come first. split_items: chunks
-    may end within an item. lookahead: tokens that a drafter reads ahead. asks_running: `ensure_cache_available` for running
-    requests. names_taken_again: the list of freed keys names those that were taken again in the same pass (older vLLM).
-    keys: in the catalogue of items. The rest switches kinds of trouble on.
+    """How the engine is built, how large everything is, and which kinds of trouble come.
+
+    runner: whose order of calls, "v1" or "v2". role: vLLM's. ranks: tensor-parallel workers.
+    that may be scheduled before the first has run. completion: the connector's setting. copies:
+    "late" (done when the schedule says) or "real" (the real transfer engine, on CPU). blocks: of
+    the region. encoder_cache, encoder_budget: of vLLM, in embeddings. token_budget, kv_tokens: of a
+    step, of the KV cache. priority: preempt by priority, else last come first. split_items: chunks
+    may end within an item. lookahead: tokens that a drafter reads ahead. asks_running:
+    `ensure_cache_available` for running requests. names_taken_again: the list of freed keys names
+    those that were taken again in the same pass (older vLLM). keys: in the catalogue of items.
+    kv_trouble: how often KV blocks are short. chunk: most tokens of a request in a step, 0 for no
+    limit. items: most items of a prompt. The rest switches kinds of trouble on.
     """
 
     seed: int = 0
@@ -52,6 +58,8 @@ class Settings:
     neighbours: bool = True
     restarts: bool = False
     kv_trouble: float = 0.04
+    chunk: int = 0
+    items: int = 3
 
     @property
     def consumes(self) -> bool:
@@ -68,7 +76,7 @@ class Settings:
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Settings:
-        """The settings of this seed; ``fixed`` ones are as given, which changes none of the others."""
+        """The settings of this seed; ``fixed`` ones are as given, which changes no others."""
         rng = random.Random(f"settings {seed}")
         drawn = cls(
             seed=seed,
@@ -95,16 +103,21 @@ class Settings:
             failing_copies=rng.random() < 0.5,
             neighbours=rng.random() < 0.5,
             kv_trouble=rng.choice([0.01, 0.04, 0.15]),
+            chunk=rng.choice([0, 0, rng.randrange(3, 14)]),
+            items=rng.choice([3, 3, 6]),
         )
         return replace(drawn, **fixed).consistent()
 
     def consistent(self) -> Settings:
         """Without combinations that vLLM does not have."""
-        # Counting steps needs copies that are over when the step is: it is for pools whose copies are synchronous.
+        # Counting steps needs copies that are over when the step is: it is for pools whose copies
+        # are synchronous.
         copies = "real" if self.completion == "steps" else self.copies
         # A step must have room for the longest item.
-        tokens = self.token_budget if self.split_items else max(self.token_budget, 14)
-        return replace(self, copies=copies, token_budget=tokens)
+        if self.split_items:
+            return replace(self, copies=copies)
+        tokens, chunk = max(self.token_budget, 14), max(self.chunk, 14) if self.chunk else 0
+        return replace(self, copies=copies, token_budget=tokens, chunk=chunk)
 
     def changed(self) -> str:
         """The settings that differ from the defaults, as arguments."""

@@ -1,1 +1,3 @@
-"""What the tests, the demo and the benches share: a local model, images, and engines in processes of their own."""
+"""What the tests, the demo and the benches share: a local model, images, and engines in processes
+of their own.
+"""

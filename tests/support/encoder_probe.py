@@ -1,8 +1,9 @@
 """Counts what the encoder really did, inside vLLM's worker processes.
 
-`EngineProcess` and `ServerProcess` name `EncoderProbe` as vLLM's worker extension; vLLM imports this module in every worker
-before the model is loaded, and that import is what installs the probe. Each run of the encoder appends one line to
-the file that `ECPOOL_PROBE_FILE` names, so one file serves engines of any number of processes.
+`EngineProcess` and `ServerProcess` name `EncoderProbe` as vLLM's worker extension; vLLM imports
+this module in every worker before the model is loaded, and that import is what installs the probe.
+Each run of the encoder appends one line to the file that `ECPOOL_PROBE_FILE` names, so one file
+serves engines of any number of processes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _recorded(encode: Callable[..., Sequence[Any]], path: str) -> Callable[..., 
 def _rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    return get_tensor_model_parallel_rank()
+    return int(get_tensor_model_parallel_rank())
 
 
 def _install(path: str) -> None:

@@ -2,9 +2,9 @@
 
     python -m support.engine_driver FILE_DESCRIPTOR
 
-The first message holds the engine's settings; after that each message is the name of a method of `Driver` with its
-arguments, answered by `("ok", result)` or `("error", traceback)`. It ends when the other side closes the pipe, so an
-engine never outlives its test.
+The first message holds the engine's settings; after that each message is the name of a method of
+`Driver` with its arguments, answered by `("ok", result)` or `("error", traceback)`. It ends when
+the other side closes the pipe, so an engine never outlives its test.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from support.images import make_image
@@ -51,11 +52,29 @@ class Driver:
     def pool(self) -> dict[str, Any]:
         """What the scheduler's side of ecpool's connector knows (in-process engines).
 
-        `counts` (its own events), `stats` (entries, blocks, holds) and `violations` (broken invariants of the index).
+        `counts` (its own events), `stats` (entries, blocks, holds) and `violations` (broken
+        invariants of the index).
         """
         half = self._scheduler().ec_connector.connector_scheduler
         cache = half._cache
         return {"counts": dict(half.counts), "stats": cache.stats(), "violations": cache.check()}
+
+    def stop_in_next_save(self, flag: str) -> None:
+        """Let the worker stop for good in its next save, half of whose bytes are then copied
+        (in-process engines on a CPU). It makes the file `flag` when it has come so far."""
+        from vllm.distributed.ec_transfer import get_ec_transfer
+
+        worker = get_ec_transfer().connector_worker
+
+        def save(items: Any) -> None:
+            for item in items:
+                content = item.tensor.contiguous().view(-1).numpy()
+                worker._region.write(item.extents, content[: len(content) // 2])
+            Path(flag).touch()
+            while True:
+                time.sleep(1)
+
+        worker._engine.save = save
 
     def has_cache_item(self, identifier: str) -> bool:
         """What the connector answers to vLLM's scheduler (in-process engines)."""
@@ -97,9 +116,13 @@ def serve(pipe: Connection) -> None:
             else:
                 result = getattr(driver, name)(*arguments)
         except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+            answer = ("error", traceback.format_exc())
         else:
-            pipe.send(("ok", result))
+            answer = ("ok", result)
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:
+            return
 
 
 if __name__ == "__main__":

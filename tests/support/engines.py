@@ -1,7 +1,8 @@
-"""vLLM engines in processes of their own: started, used and stopped by tests, the demo and the benches.
+"""vLLM engines in processes of their own: started, used and stopped by tests, the demo and the
+benches.
 
-Every engine lives in a subprocess, so that its memory is returned and its death is nobody else's. What it prints goes
-to a log file, whose end is shown when something fails.
+Every engine lives in a subprocess, so that its memory is returned and its death is nobody else's.
+What it prints goes to a log file, whose end is shown when something fails.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -39,10 +41,12 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a scenario changes about an engine; the rest is chosen to start fast and to repeat exactly.
+    """What a scenario changes about an engine; the rest is chosen to start fast and to repeat
+    exactly.
 
-    vLLM's own encoder cache stands in front of the connector. By default it holds 256 embedding rows, which is four
-    pictures of 64, or twice that where vLLM makes room for embeddings that a client may send.
+    vLLM's own encoder cache stands in front of the connector. By default it holds 256 embedding
+    rows, which is four pictures of 64, or twice that where vLLM makes room for embeddings that a
+    client may send.
     """
 
     model: Path
@@ -140,7 +144,9 @@ class _Subprocess:
         return read_probe(self.probe)
 
     def encoded(self, since: int = 0, rank: int = 0) -> int:
-        """How many items the encoder worked on from run number `since` on, as one tensor-parallel rank saw it."""
+        """How many items the encoder worked on from run number `since` on, as one tensor-parallel
+        rank saw it.
+        """
         return sum(len(run.rows) for run in self.encoder_runs()[since:] if run.rank == rank)
 
     @contextlib.contextmanager
@@ -223,7 +229,9 @@ class EngineProcess(_Subprocess):
         return self._exchange(name, arguments)
 
     def pool(self) -> PoolReport:
-        """What the pool holds and has done, as the engine's scheduler sees it (in-process engines)."""
+        """What the pool holds and has done, as the engine's scheduler sees it (in-process
+        engines).
+        """
         return PoolReport(**self._exchange("pool", ()))
 
     def close(self) -> None:
@@ -263,7 +271,9 @@ class ServerProcess(_Subprocess):
         self.terminate()
 
     def terminate(self) -> int | None:
-        """Stop it as an operator does, with SIGTERM; its exit status, or None if it had to be killed."""
+        """Stop it as an operator does, with SIGTERM; its exit status, or None if it had to be
+        killed.
+        """
         assert self._process is not None
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -336,12 +346,17 @@ class ServerProcess(_Subprocess):
                 raise self.failure(
                     f"the server ended with status {self.returncode()} before it was ready"
                 )
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{self._url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
+            if self._is_healthy():
+                return
             time.sleep(0.25)
         raise self.failure(f"the server was not ready within {START_SECONDS} s")
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -359,19 +374,26 @@ class ServerProcess(_Subprocess):
             raise self.failure(f"{path}: {error}") from error
 
 
-def ec_transfer(role: str = "ec_both", capacity: str | int = "4MiB", **settings: Any) -> dict[str, Any]:
-    """vLLM's `ec_transfer_config` with ecpool's connector; the keywords are ecpool's settings."""
+def ec_transfer(
+    role: str = "ec_both", capacity: str | int = "4MiB", **settings: Any
+) -> dict[str, Any]:
+    """vLLM's `ec_transfer_config` with ecpool's connector; the keywords are ecpool's settings.
+
+    Its `engine_id` is new each time, and the files of that engine's private pool have it in their
+    names.
+    """
     return {
         "ec_connector": "ECPoolConnector",
         "ec_connector_module_path": "ecpool.vllm",
         "ec_role": role,
         "ec_connector_extra_config": {"capacity": capacity, **settings},
+        "engine_id": secrets.token_hex(8),
     }
 
 
-def pool_files() -> set[str]:
-    """The files of pools in the shared memory of this machine, ours and those of others."""
-    return {str(path) for path in Path("/dev/shm").glob("ecpool-*/*")}
+def pool_files(transfer: Mapping[str, Any]) -> list[str]:
+    """What lies in shared memory of the private pools of the engine with these settings."""
+    return [str(path) for path in Path("/dev/shm").rglob(f"*{transfer['engine_id']}*")]
 
 
 def _free_port() -> int:

@@ -12,7 +12,9 @@ from support.tiny_model import PIXELS_PER_TOKEN
 
 
 def make_image(seed: int, *, tokens_high: int = 8, tokens_wide: int = 8) -> Image.Image:
-    """A picture that becomes `tokens_high * tokens_wide` embedding rows; another seed, another picture."""
+    """A picture that becomes `tokens_high * tokens_wide` embedding rows; another seed, another
+    picture.
+    """
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (tokens_high, tokens_wide, 3), dtype=np.uint8)
     size = (tokens_wide * PIXELS_PER_TOKEN, tokens_high * PIXELS_PER_TOKEN)

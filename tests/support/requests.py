@@ -1,4 +1,6 @@
-"""Requests and answers as the tests speak of them; free of vLLM, so that both sides of the pipe can import it."""
+"""Requests and answers as the tests speak of them; free of vLLM, so that both sides of the pipe can
+import it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image by its seed: `high * wide` embedding rows. `uuid` overrides the key that vLLM would compute."""
+    """An image by its seed: `high * wide` embedding rows. `uuid` overrides the key that vLLM would
+    compute.
+    """
 
     seed: int
     high: int = 8
@@ -27,7 +31,8 @@ class Picture:
 class Request:
     """Text, pictures, text. Answered greedily with exactly `max_tokens` tokens.
 
-    Another `before` makes a prompt whose pictures prefix caching cannot answer for, so the embeddings are needed again.
+    Another `before` makes a prompt whose pictures prefix caching cannot answer for, so the
+    embeddings are needed again.
     """
 
     images: tuple[Picture, ...] = ()

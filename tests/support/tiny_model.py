@@ -1,9 +1,11 @@
 """A Qwen2.5-VL with random weights, made on the spot: nothing is downloaded.
 
-The architecture, the tokenizer, the image processor and the chat template are real ones, only small, so that
-vLLM takes the same paths as with a model from the hub. Same spec, same versions: same weights.
+The architecture, the tokenizer, the image processor and the chat template are real ones, only
+small, so that vLLM takes the same paths as with a model from the hub. Same spec, same versions:
+same weights.
 
-Run as a program it makes the model and prints where it is:  python -m support.tiny_model [tiny|demo]
+Run as a program it makes the model and prints where it is:  python -m support.tiny_model
+[tiny|demo]
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache" / "models"
@@ -54,7 +57,9 @@ CORPUS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The size of a model: everything that decides its weights, besides the versions of the libraries."""
+    """The size of a model: everything that decides its weights, besides the versions of the
+    libraries.
+    """
 
     name: str
     hidden_size: int  # columns of one embedding row
@@ -83,15 +88,17 @@ DEMO = ModelSpec(
     "demo",
     hidden_size=512,
     text_layers=2,
-    vision_hidden_size=1024,
-    vision_layers=16,
+    vision_hidden_size=512,
+    vision_layers=8,
     max_image_tokens=256,
 )
 SPECS = {spec.name: spec for spec in (TINY, DEMO)}
 
 
 def build(spec: ModelSpec = TINY, cache: Path = CACHE) -> Path:
-    """The directory of this model, made if it is not there yet. Safe to call from several processes at once."""
+    """The directory of this model, made if it is not there yet. Safe to call from several processes
+    at once.
+    """
     target = cache / f"{spec.name}-{_fingerprint(spec)}"
     if target.is_dir():
         return target
@@ -138,11 +145,12 @@ def _write_model(spec: ModelSpec, directory: Path) -> None:
     _write_processor(spec, tokenizer, directory)
 
 
-def _spread_weights(model: torch.nn.Module) -> None:
-    """Give every matrix unit gain, so that what comes out depends visibly on the image and on the prompt.
+def _spread_weights(model: Any) -> None:
+    """Give every matrix unit gain, so that what comes out depends visibly on the image and on the
+    prompt.
 
-    With the usual small initial weights all images give nearly the same logits, and a test that compares tokens
-    would pass even with the wrong embeddings.
+    With the usual small initial weights all images give nearly the same logits, and a test that
+    compares tokens would pass even with the wrong embeddings.
     """
     import torch
 
@@ -154,7 +162,7 @@ def _spread_weights(model: torch.nn.Module) -> None:
         torch.nn.init.normal_(weight, std=1.0 if is_embedding else fan_in**-0.5)
 
 
-def _make_tokenizer():  # type: ignore[no-untyped-def]
+def _make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -177,7 +185,7 @@ def _make_tokenizer():  # type: ignore[no-untyped-def]
     )
 
 
-def _make_config(spec: ModelSpec, tokenizer):  # type: ignore[no-untyped-def]
+def _make_config(spec: ModelSpec, tokenizer: Any) -> Any:
     from transformers import Qwen2_5_VLConfig
 
     head_size = 64
@@ -227,7 +235,7 @@ def _make_config(spec: ModelSpec, tokenizer):  # type: ignore[no-untyped-def]
     )
 
 
-def _write_processor(spec: ModelSpec, tokenizer, directory: Path) -> None:  # type: ignore[no-untyped-def]
+def _write_processor(spec: ModelSpec, tokenizer: Any, directory: Path) -> None:
     from transformers import (
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
