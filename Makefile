@@ -65,7 +65,11 @@ wheel: $(WHEEL) ## build the wheel into dist/
 
 .PHONY: demo
 demo: build ## real vLLM over a few dozen images twice, with and without the pool
-	@python -m demo
+	@PYTHONPATH=tests python -m demo
+
+.PHONY: demo-host
+demo-host: build ## two real vLLM engines share one pool; one is killed and comes back
+	@PYTHONPATH=tests python -m demo.host
 
 .PHONY: test
 test: test-rust test-python test-real ## every test that needs no accelerator
@@ -96,6 +100,17 @@ test-wheel: wheel ## the wheel in an empty environment with a newer Python, torc
 compat: wheel ## real-vLLM tests on every supported vLLM; writes README's table
 	@$(ENVIRONMENTS) install all
 	@$(PYTHON) scripts/compat.py dist/*.whl
+
+BENCH_PLOTS := .cache/bench-plots
+
+$(BENCH_PLOTS): requirements/bench.txt | environment
+	@uv=$$($(ENVIRONMENTS) uv) && $$uv venv --quiet --allow-existing --python .venv/bin/python .venvs/bench && \
+	  $$uv pip install --quiet --python .venvs/bench/bin/python --requirement $<
+	@mkdir -p $(@D) && touch $@
+
+.PHONY: bench
+bench: build $(BENCH_PLOTS) ## ecpool beside vLLM's own classes; writes benches/results
+	@python -m benches
 
 .PHONY: lint
 lint: build ## formatting, clippy, ruff, mypy, and the stubs against the module

@@ -1,15 +1,18 @@
-"""Makes the Python environments that `environments.toml` describes. Needs Python 3.11 and nothing else.
+"""Makes the Python environments of `environments.toml`. Needs Python 3.11 and nothing else.
 
-    environments.py uv               print the path of uv, installed into .cache/ if the machine has none
-    environments.py install NAME...  make or update environments ("all" for every one); quick when nothing changed
-    environments.py lock             resolve every environment anew into requirements/NAME.txt
-    environments.py edit NAME        build ecpool into an environment, from the files of this repository
+    environments.py uv               print the path of uv; installed into .cache/ if there is none
+    environments.py install NAME...  make or update environments ("all": every one); quick when
+                                     nothing changed
+    environments.py edit NAME        build ecpool into an environment, from the files that lie here
     environments.py wheel NAME FILE  install a built wheel of ecpool into an environment
+    environments.py lock             bring requirements/NAME.txt up to date; what a file has stays,
+                                     so delete it first to get newer versions
     environments.py list             print the names, one a line
     environments.py python NAME      print the path of an environment's interpreter
 
-vLLM's CPU distribution asks for builds of torch that only torch's own index has. The usual builds work as well, so
-the resolution overrides those requirements, and the result is installed as written, without asking again.
+vLLM's CPU distribution asks for builds of torch that only torch's own index has. The usual builds
+work as well, so the resolution overrides those requirements, and the result is installed as
+written, without asking again.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ def find_python() -> str:
         if path and OLDEST <= interpreter_version(path) <= NEWEST:
             return path
     raise SetUpError(
-        f"no Python between {OLDEST[0]}.{OLDEST[1]} and {NEWEST[0]}.{NEWEST[1]} was found on the path"
+        f"the path has no Python from {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     )
 
 
@@ -134,7 +137,7 @@ def install(environment: Environment) -> None:
     if environment.stamp.exists() and environment.stamp.read_text() == wanted:
         return
     shown = environment.directory.relative_to(ROOT)
-    say(f"{shown}: vLLM {environment.vllm} on the CPU, torch {environment.torch} (a few GB the first time)")
+    say(f"{shown}: vLLM {environment.vllm}, torch {environment.torch} (the first time a few GB)")
     uv = find_uv()
     environment.stamp.unlink(missing_ok=True)
     if not environment.python.exists():
@@ -174,7 +177,7 @@ def lock(environment: Environment) -> None:
             [find_uv(), "pip", "compile", "--quiet", str(wanted)]
             + ["--group", f"{ROOT / 'pyproject.toml'}:{environment.group}"]
             + ["--override", str(overrides), "--universal", "--python-version", "3.11"]
-            + ["--no-emit-index-url", "--no-annotate", "--no-header", "--upgrade"]
+            + ["--no-emit-index-url", "--no-annotate", "--no-header"]
             + ["--output-file", str(environment.lock)]
         )
 
@@ -183,7 +186,9 @@ def run(command: list[str]) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     result = subprocess.run(command, cwd=ROOT, env=variables)
     if result.returncode != 0:
-        raise SetUpError(f"this command failed (status {result.returncode}):\n  {' '.join(command)}")
+        raise SetUpError(
+            f"this command failed (status {result.returncode}):\n  {' '.join(command)}"
+        )
 
 
 def say(text: str) -> None:
@@ -210,7 +215,9 @@ def main(arguments: list[str]) -> None:
             chosen = list(environments) if names == ["all"] else names
             unknown = [name for name in chosen if name not in environments]
             if unknown:
-                raise SetUpError(f"no environment is called {unknown[0]!r}: {', '.join(environments)}")
+                raise SetUpError(
+                    f"no environment is called {unknown[0]!r}: {', '.join(environments)}"
+                )
             for name in chosen:
                 install(environments[name])
         case _:

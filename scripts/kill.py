@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kill.world import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "target" / "crash-points"
+TARGET = ROOT / "target"
 SHM = Path("/dev/shm")
 
 
@@ -60,13 +60,19 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=1000, help="processes to kill in all")
-    parser.add_argument("--engines", type=int, help="engines at a time (default: 1, or 0 with --clients)")
+    parser.add_argument(
+        "--engines", type=int, help="engines at a time (default: 1, or 0 with --clients)"
+    )
     parser.add_argument("--processes", type=int, default=3, help="processes of an engine")
     parser.add_argument("--clients", type=int, default=0, help="clients that are no engine")
     parser.add_argument("--lifetime", choices=["private", "shared", "persistent"])
     parser.add_argument("--batch", type=int, default=200, help="kills between two audits of 2 s")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
-    parser.add_argument("--crash-points", action="store_true", help="build and use the native module that can kill itself")
+    parser.add_argument(
+        "--crash-points",
+        action="store_true",
+        help="build and use the native module that can kill itself",
+    )
     options = parser.parse_args()
     if options.engines is None:
         options.engines = 0 if options.clients else 1
@@ -122,7 +128,7 @@ def build_with_crash_points() -> Path:
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     # A name that Python loads, and that stays as it is if cargo builds again meanwhile.
-    module = TARGET / f"_native-{os.getpid()}.abi3.so"
+    module = TARGET / "checked" / f"_native-{os.getpid()}.abi3.so"
     shutil.copyfile(TARGET / "checked" / "lib_native.so", module)
     return module
 

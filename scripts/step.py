@@ -1,4 +1,5 @@
-"""Runs one step of a longer job, so that a reader sees what runs, how long it took, and what to repeat if it failed.
+"""Runs one step of a longer job, so that a reader sees what runs, how long it took, and what to
+repeat if it failed.
 
     step.py TITLE COMMAND [ARGUMENT...]
 """

@@ -119,6 +119,7 @@ class Transfer:
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
+    unverified: int | None = None  # nobody ever leaves this model and comes back
 
     @property
     def num_blocks(self) -> int:

@@ -1,7 +1,7 @@
 """Fixtures for tests that run real vLLM engines on the CPU.
 
-Engines are slow to start and hungry: a module starts one and its tests share it, and no two live at once except
-where the scenario is about several.
+Engines are slow to start and hungry: a module starts one and its tests share it, and no two live at
+once except where the scenario is about several.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support import tiny_model
 from support.engines import EngineConfig, EngineProcess, ServerProcess
 from support.requests import Request, tokens_of, without_uuids
@@ -39,7 +40,8 @@ def answers(
 ) -> Answers:
     """The tokens that vLLM gives without any connector: `answers(requests)`, in their order.
 
-    One engine answers all that the collected modules list in REQUESTS, and runs only as long as that takes.
+    One engine answers all that the collected modules list in REQUESTS, and runs only as long as
+    that takes.
     """
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
     listed = [each for module in modules for each in getattr(module, "REQUESTS", [])]
@@ -61,8 +63,12 @@ class Answers:
 
 
 @pytest.fixture(scope="session")
-def engine_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineProcess]:
-    """An engine with these settings of `EngineConfig`, not started yet: `with engine_of(...) as engine:`."""
+def engine_of(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., EngineProcess]:
+    """An engine with these settings of `EngineConfig`, not started yet: `with engine_of(...) as
+    engine:`.
+    """
 
     def make(**settings: Any) -> EngineProcess:
         return EngineProcess(EngineConfig(model, **settings), tmp_path_factory.mktemp("engine"))
@@ -71,8 +77,12 @@ def engine_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.fixture(scope="session")
-def server_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ServerProcess]:
-    """A server with these settings of `EngineConfig`, not started yet: `with server_of(...) as server:`."""
+def server_of(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., ServerProcess]:
+    """A server with these settings of `EngineConfig`, not started yet: `with server_of(...) as
+    server:`.
+    """
 
     def make(**settings: Any) -> ServerProcess:
         config = EngineConfig(model, in_process=False, **settings)

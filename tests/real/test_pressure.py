@@ -1,10 +1,14 @@
-"""A pool that is too small: promises are kept, large items are left out, and every answer stays right."""
+"""A pool that is too small: promises are kept, large items are left out, and every answer stays
+right.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
+
 from support.engines import EngineProcess, ec_transfer
 from support.requests import Picture, Request, one_each, tokens_of
 from support.tiny_model import TINY
@@ -19,7 +23,7 @@ SMALL = [Picture(seed) for seed in range(210, 216)]  # two fill it
 LARGE = [Picture(seed, 16, 16) for seed in (220, 221, 222)]  # twice the pool
 NEW_THEN_POOLED = Request((HALF[1], HALF[0]), before=AGAIN)
 POOLED_THEN_NEW = Request((HALF[2], HALF[3]), before=AGAIN)
-CHURN = one_each(SMALL) + [Request((a, b), before=AGAIN) for a, b in zip(SMALL, SMALL[1:], strict=False)]
+CHURN = one_each(SMALL) + [Request((a, b), before=AGAIN) for a, b in pairwise(SMALL)]
 
 REQUESTS = [
     *one_each(HALF),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from support.engines import EngineProcess, ec_transfer
 from support.requests import Picture, one_each, tokens_of
 

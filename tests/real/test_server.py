@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+
 from support.engines import ServerProcess, ec_transfer, pool_files
 from support.requests import Picture, one_each, tokens_of
 
@@ -18,7 +19,6 @@ REQUESTS = [*one_each(PICTURES), *one_each(PICTURES, before=AGAIN)]
 def test_a_server_is_used_and_stopped(
     server_of: Callable[..., ServerProcess], answers: Callable
 ) -> None:
-    before = pool_files()
     settings = ec_transfer()
     del settings["ec_connector_module_path"]  # vLLM finds the connector through its plugin
     with server_of(ec_transfer=settings) as server:
@@ -27,7 +27,8 @@ def test_a_server_is_used_and_stopped(
         with server.counting() as second:
             warm = [server.chat(each) for each in one_each(PICTURES, before=AGAIN)]
         status = server.terminate()
-    assert pool_files() <= before
+    assert settings["engine_id"] in server.log_text(), "the name that its pools had"
+    assert pool_files(settings) == []
     assert status in (0, -signal.SIGTERM)
     assert tokens_of(cold) == answers(one_each(PICTURES))
     assert tokens_of(warm) == answers(one_each(PICTURES, before=AGAIN))
@@ -38,8 +39,8 @@ def test_a_server_is_used_and_stopped(
 def test_data_parallel_ranks_have_pools_of_their_own(
     server_of: Callable[..., ServerProcess], answers: Callable
 ) -> None:
-    before = pool_files()
-    with server_of(ec_transfer=ec_transfer(), data_parallel=2) as server:
+    settings = ec_transfer()
+    with server_of(ec_transfer=settings, data_parallel=2) as server:
         processes = []
         for rank in (0, 1):
             since = len(server.encoder_runs())
@@ -56,6 +57,7 @@ def test_data_parallel_ranks_have_pools_of_their_own(
             # Each rank encodes for itself: what the other has is not seen here.
             assert (first.items, second.items) == (len(PICTURES), 0)
         server.terminate()
-    assert pool_files() <= before
+    assert settings["engine_id"] in server.log_text(), "the name that its pools had"
+    assert pool_files(settings) == []
     assert len(processes[0]) == len(processes[1]) == 1
     assert processes[0] != processes[1]

@@ -34,6 +34,16 @@ from ecpool.vllm.widths import row_bytes
         ({"directory": "/dev/shm/here"}, {"directory": "/dev/shm/here"}),
         ({"salt": "blue"}, {"salt": "blue"}),
         ({"log_interval": 0}, {"log_interval": 0.0}),
+        ({}, {"pool": None, "persist": False, "checksum": False, "single_flight": 0.0}),
+        ({"pool": None, "persist": False}, {"pool": None, "persist": False}),
+        ({"pool": "host"}, {"pool": "host", "persist": False, "single_flight": 0.05}),
+        ({"pool": "a.B-c_9"}, {"pool": "a.B-c_9", "checksum": False, "on_mismatch": "error"}),
+        ({"pool": "host", "persist": True}, {"persist": True, "checksum": True}),
+        ({"pool": "host", "persist": True, "checksum": False}, {"checksum": False}),
+        ({"pool": "host", "single_flight_ms": 0}, {"single_flight": 0.0}),
+        ({"pool": "host", "single_flight_ms": 250}, {"single_flight": 0.25}),
+        ({"pool": "host", "on_mismatch": "separate"}, {"on_mismatch": "separate"}),
+        ({"pool": "host", "completion": "events"}, {"completion": "events"}),
     ],
 )
 def test_settings_that_are_allowed(settings: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -75,6 +85,30 @@ def test_settings_that_are_allowed(settings: dict[str, Any], expected: dict[str,
         ({"salt": 7}, ["salt", "7"]),
         ({"log_interval": -1}, ["log_interval", "-1"]),
         ({"log_interval": float("inf")}, ["log_interval", "inf"]),
+        ({"pool": "/mnt/disk/pool"}, ["/mnt/disk/pool", "path", "disk"]),
+        ({"pool": "~/pool"}, ["~/pool", "path"]),
+        ({"pool": "./pool"}, ["./pool", "path"]),
+        ({"pool": ".."}, ["..", "path"]),
+        ({"pool": ""}, ["pool", "''", "name"]),
+        ({"pool": 7}, ["pool", "7", "name"]),
+        ({"pool": True}, ["pool", "True", "name"]),
+        ({"pool": "two words"}, ["pool", "two words"]),
+        ({"pool": "ü"}, ["pool", "ü"]),
+        ({"pool": "x" * 81}, ["pool", "80"]),
+        ({"pool": "private-x"}, ["pool", "private-"]),
+        ({"pool": "host\n"}, ["pool"]),
+        ({"pool": "host", "completion": "steps"}, ["completion", "steps", "shared pool"]),
+        ({"persist": True}, ["persist", "shared pool", '"pool"']),
+        ({"pool": None, "persist": True}, ["persist", "shared pool"]),
+        ({"checksum": True}, ["checksum", "shared pool"]),
+        ({"pool": "host", "checksum": True}, ["checksum", "persist"]),
+        ({"pool": "host", "persist": "yes"}, ["persist", "yes", "true"]),
+        ({"pool": "host", "persist": 1}, ["persist", "1"]),
+        ({"single_flight_ms": 10}, ["single_flight_ms", "shared pool"]),
+        ({"pool": "host", "single_flight_ms": -1}, ["single_flight_ms", "-1"]),
+        ({"pool": "host", "single_flight_ms": "10"}, ["single_flight_ms", "'10'"]),
+        ({"on_mismatch": "separate"}, ["on_mismatch", "shared pool"]),
+        ({"pool": "host", "on_mismatch": "ignore"}, ["on_mismatch", "ignore", '"separate"']),
         ({"capcity": "1GiB"}, ["capcity", "did you mean 'capacity'"]),
         ({"Block_Size": 4096}, ["Block_Size", "did you mean 'block_size'"]),
         ({"zzz": 1}, ["zzz", "known:", "capacity"]),
@@ -188,6 +222,28 @@ class TestIdentity:
         before = namespace_of(config)
         setattr(config.model_config, name, value)
         assert namespace_of(config) != before
+
+    def test_people_can_read_a_namespace(self) -> None:
+        config = engine_config()
+        title = namespace_of(config).split("\n")[0]
+        assert title.startswith("some/model float32 vllm ")
+        config.model_config.model = "/a/very/long/path/" * 9 + "the-model-ü"
+        title = namespace_of(config, salt="secret").split("\n")[0]
+        assert "the-model-?" in title
+        assert len(title.encode()) <= 96
+        assert "secret" not in title
+
+    def test_salts_are_apart_but_of_one_kind(self) -> None:
+        plain, salted = identify(engine_config()), identify(engine_config(), salt="s")
+        assert plain.namespace != salted.namespace
+        assert plain.title != salted.title
+        assert plain.kind == salted.kind
+
+    def test_engines_of_one_pool_share_a_region_and_are_told_apart(self) -> None:
+        one, two = (identify(engine_config(index=index), pool="host") for index in range(2))
+        assert one.region == two.region == "host"
+        assert one.group != two.group
+        assert one.namespace == two.namespace
 
     def test_adapters_salt_and_dummy_weights_make_other_namespaces(self) -> None:
         plain = engine_config()

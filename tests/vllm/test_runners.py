@@ -169,3 +169,4 @@ def test_saving_with_nothing_bound_is_survived(make_runner: Make) -> None:
 def test_metadata_of_another_connector_is_survived(make_runner: Make) -> None:
     runner = make_runner()
     runner.run(SimpleNamespace(metadata=SimpleNamespace()))  # type: ignore[arg-type]
+    assert not runner.connector.boundary.failures

@@ -500,6 +500,13 @@ class TestSteps:
         engine.step(finished=[made.request_id])
         assert engine.cache.contains("x")
 
+    def test_a_save_that_no_worker_saw_is_dropped(self, make_engine: Make) -> None:
+        engine = make_engine(settings={"completion": "steps"})
+        made = request(Item("x"))
+        engine.step(made)
+        engine.step(finished=[made.request_id])
+        assert engine.cache.get("x") is None
+
     def test_a_load_ends_after_as_many_steps_as_are_in_flight(self, make_engine: Make) -> None:
         engine = make_engine(batches=2, settings={"completion": "steps"})
         (save,) = engine.step(request(Item("x"))).metadata.saves

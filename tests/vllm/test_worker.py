@@ -62,6 +62,7 @@ class TestClaims:
         step = rig.engine.step(request(item))
         rig.run(step, 1, came={"x": output(item)})
         assert is_empty(rig)
+        assert not rig.workers[1].counts  # it does not even ask
         came = output(item)
         rig.run(step, 0, came={"x": came})
         assert rig.cache.contains("x")

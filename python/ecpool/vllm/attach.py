@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ecpool.errors import PoolBusyError
 from ecpool.sizes import format_size
 from ecpool.vllm.config import PoolConfig, world_size
 from ecpool.vllm.identity import Identity
 from ecpool.vllm.log import get_logger
+from ecpool.vllm.share import join
 
 if TYPE_CHECKING:
     from ecpool import EmbeddingCache, Region
@@ -25,26 +29,30 @@ def open_region(
     role: Literal["scheduler", "worker"],
     rank: int = 0,
 ) -> Region:
-    """Create or attach this engine's private region, as one more client of it.
+    """Create or attach this engine's region, as one more client of it.
 
-    Workers come before their scheduler, so nobody waits for anybody. Raises what `Region.open`
-    raises.
+    Workers come before their scheduler, so nobody waits for anybody. Raises InvalidArgumentError
+    for a shared region that is in use and does not fit, and what `Region.open` raises.
     """
     from ecpool import Region
 
-    region = Region.open(
+    open_one = partial(
+        Region.open,
         identity.region,
         capacity=config.capacity,
         block_size=config.block_size,
         slots=config.slots,
-        lifetime="private",
         role=role,
         group=identity.group,
         rank=rank,
-        expected_clients=world_size(vllm_config.parallel_config) + 1,
         directory=config.directory,
         progress=Progress(),
     )
+    if config.pool is None:
+        expected = world_size(vllm_config.parallel_config) + 1
+        region = open_one(lifetime="private", expected_clients=expected)
+    else:
+        region = join(open_one, config, identity)
     if region.created:
         logger.info(
             "ecpool: a pool of %s (%d blocks of %s) is at %s",
@@ -54,14 +62,26 @@ def open_region(
             region.path,
         )
         _fill(region, config)
+    elif config.pool is not None:
+        logger.info("ecpool: joined pool %s, which holds %s", config.pool, _in_words(region))
     return region
+
+
+def _in_words(region: Region) -> str:
+    status = region.status()
+    return f"{status['ready']} items from earlier, {status['free_blocks']} blocks are free"
 
 
 def open_cache(region: Region, config: PoolConfig, identity: Identity) -> EmbeddingCache:
     """This client's view of the entries that its encoder may use."""
     from ecpool import EmbeddingCache
 
-    return EmbeddingCache(region=region, namespace=identity.namespace, deadline=config.deadline)
+    cache = EmbeddingCache(region=region, namespace=identity.namespace, deadline=config.deadline)
+    if config.pool is not None:
+        # Any call makes the namespace known, so that tools and other engines see what this one is.
+        with contextlib.suppress(PoolBusyError):
+            cache.contains("")
+    return cache
 
 
 def _fill(region: Region, config: PoolConfig) -> None:

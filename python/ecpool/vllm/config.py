@@ -6,6 +6,7 @@ import difflib
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,10 @@ from ecpool.vllm.log import get_logger
 logger = get_logger("config")
 
 EXAMPLE = '{"capacity": "4GiB"}'
+PRIVATE_PREFIX = "private-"  # of the names of regions that are not shared
 MIN_BLOCK, MAX_BLOCK = 4096, 1 << 30
 MAX_SLOTS = 1 << 20
+SINGLE_FLIGHT = 0.05  # seconds, by default; the encoder takes longer for all but small pictures
 MAX_RANKS = 64  # bits of a transfer's set of ranks
 
 
@@ -33,6 +36,14 @@ class PoolConfig:
     two seconds per GiB. deadline: seconds that one call may wait for the pool's lock. directory:
     where the region's file lies, None for the shared-memory directory. salt: keeps pools of equal
     models apart. log_interval: seconds between two summaries in the log, 0 for none.
+
+    pool: the name under which engines of this host share one region, None for a region of this
+    engine's own. persist: the region stays when the last engine leaves. checksum: workers note a
+    checksum of each item, and what was stored before a time without engines is compared with it
+    when it is first used. single_flight: seconds that a request may be held back for an item which
+    another engine is encoding, 0 for none. on_mismatch: what to do if the pool is in use by an
+    engine whose encoder outputs are not interchangeable with this one's: "error" refuses to start,
+    "separate" keeps the two apart in one region.
     """
 
     capacity: int
@@ -45,6 +56,11 @@ class PoolConfig:
     directory: str | None = None
     salt: str = ""
     log_interval: float = 60.0
+    pool: str | None = None
+    persist: bool = False
+    checksum: bool = False
+    single_flight: float = 0.0
+    on_mismatch: str = "error"
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> PoolConfig:
@@ -60,6 +76,7 @@ class PoolConfig:
             for key, value in settings.items()
             if key not in _CAPACITY_NAMES
         }
+        _check_sharing(settings, values)
         config = cls(capacity=_capacity(settings), **values)
         if config.capacity < config.block_size:
             raise InvalidArgumentError(
@@ -67,6 +84,30 @@ class PoolConfig:
                 f"which is {config.block_size} bytes"
             )
         return config
+
+
+def _check_sharing(settings: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Refuse settings of shared pools that do not go together; add what follows from the others."""
+    if values.get("pool") is None:
+        for key in ("persist", "checksum", "single_flight_ms", "on_mismatch"):
+            if settings.get(key):
+                raise InvalidArgumentError(
+                    f"{key} is {settings[key]!r}, which needs a shared pool: give it a name, "
+                    'such as "pool": "host"'
+                )
+        return
+    if values.get("completion") == "steps":
+        raise InvalidArgumentError(
+            "completion is 'steps', which a shared pool cannot have: engines cannot count each "
+            "other's steps; leave completion out, or leave pool out"
+        )
+    if values.get("checksum") and not values.get("persist"):
+        raise InvalidArgumentError(
+            "checksum is True, which needs persist: nothing of a pool that goes with its last "
+            "engine is ever compared"
+        )
+    values.setdefault("checksum", values.get("persist", False))
+    values.setdefault("single_flight", SINGLE_FLIGHT)
 
 
 _CAPACITY_NAMES = ("capacity", "ec_cpu_bytes")  # the second is what vLLM's own connector calls it
@@ -144,6 +185,28 @@ def _text(name: str, value: object) -> str:
     return value
 
 
+_POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+def _pool(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and ("/" in value or value.startswith(("~", "."))):
+        raise InvalidArgumentError(
+            f"{name} is {value!r}, which looks like a path; it must be a name, such as 'host': a "
+            "pool lies in the host's shared memory, and pools on a disk are not supported"
+        )
+    fits = isinstance(value, str) and _POOL_NAME.fullmatch(value) is not None
+    if not fits or str(value).startswith(PRIVATE_PREFIX):
+        raise _refuse(
+            name,
+            value,
+            "a name of up to 80 letters, digits, '.', '_' and '-', beginning with a letter or "
+            f"digit, and not with {PRIVATE_PREFIX!r}",
+        )
+    return str(value)
+
+
 def _directory(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.startswith("/"):
         raise _refuse(name, value, "an absolute path")
@@ -168,6 +231,13 @@ _SETTINGS: dict[str, _Setting] = {
     "directory": _Setting("directory", _directory),
     "salt": _Setting("salt", _text),
     "log_interval": _Setting("log_interval", _number(0, 86_400, unit="seconds")),
+    "pool": _Setting("pool", _pool),
+    "persist": _Setting("persist", _one_of(True, False)),
+    "checksum": _Setting("checksum", _one_of(True, False)),
+    "single_flight_ms": _Setting(
+        "single_flight", _number(0, 60_000, scale=1e-3, unit="milliseconds")
+    ),
+    "on_mismatch": _Setting("on_mismatch", _one_of("error", "separate")),
 }
 
 

@@ -115,7 +115,7 @@ class ECPoolConnector(ECConnectorBase):
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int = 0, **kwargs: Any
     ) -> bool:
-        """Always True: what the pool lacks is encoded."""
+        """False only for a moment, while another engine encodes what the request needs."""
         return self.connector_scheduler is None or self.connector_scheduler.ensure_cache_available(
             request, num_computed_tokens
         )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # A modality whose items are embeddings already: nothing encodes them, so nothing is to be saved.
 PROMPT_EMBEDS = "prompt_embeds"
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """What an item must be: its modality, and its rows (embeddings, not placeholder tokens)."""
 
     modality: str
@@ -43,7 +41,7 @@ class Expectations:
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}
-        self._by_identifier: dict[str, Counter[Expected]] = {}
+        self._by_identifier: dict[str, dict[Expected, int]] = {}
         self._growing: dict[str, Any] = {}
 
     def note(self, request: Any) -> None:
@@ -76,7 +74,7 @@ class Expectations:
 
     def of(self, identifier: str) -> Expected | None:
         """What all live requests agree on; None if none has it, or if they disagree."""
-        counts = self._by_identifier.get(identifier, Counter())
+        counts = self._by_identifier.get(identifier, ())
         return next(iter(counts)) if len(counts) == 1 else None
 
     def disagree(self, identifier: str) -> bool:
@@ -89,7 +87,8 @@ class Expectations:
     def _count(self, live: _Live, features: Any) -> None:
         for feature in features[live.features :]:
             if feature.modality != PROMPT_EMBEDS:
-                item = (feature.identifier, expected_of(feature))
-                live.items.append(item)
-                self._by_identifier.setdefault(item[0], Counter())[item[1]] += 1
+                identifier, expected = feature.identifier, expected_of(feature)
+                live.items.append((identifier, expected))
+                counts = self._by_identifier.setdefault(identifier, {})
+                counts[expected] = counts.get(expected, 0) + 1
         live.features = len(features)

@@ -8,23 +8,48 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_NAME_LENGTH = 80  # of a region's name, which becomes part of a file's name
+from ecpool.vllm.config import PRIVATE_PREFIX
+
+_NAME_LENGTH = 80  # of a private region's name, which becomes part of a file's name
+_MODEL_LENGTH, _VERSION_LENGTH = 40, 20  # characters of these in a namespace's title
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """group: what the processes of one engine share. region: the name of its private region.
-    namespace: text that is equal where encoder outputs of equal keys may stand for each other."""
+    """Who an engine is, equal in all its processes.
+
+    group: what its processes share, as tools show it. region: the name of its region. namespace:
+    text that is equal where encoder outputs of equal keys may stand for each other. kind: what two
+    engines have in common that could share a namespace, whatever their salts.
+    """
 
     group: str
     region: str
     namespace: str
+    kind: str
+
+    @property
+    def title(self) -> str:
+        """The namespace for people: model, dtype, version, and the kind in brackets."""
+        return self.namespace.split("\n", 1)[0]
 
 
-def identify(vllm_config: Any, *, salt: str = "") -> Identity:
-    """The identity of the engine that this configuration belongs to; equal in all its processes."""
-    group = _engine(vllm_config)
-    return Identity(group, _file_name(f"private-{group}"), namespace_of(vllm_config, salt=salt))
+def identify(vllm_config: Any, *, salt: str = "", pool: str | None = None) -> Identity:
+    """The identity of the engine that this configuration belongs to. pool: a shared region."""
+    engine = _engine(vllm_config)
+    parts = _parts(vllm_config)
+    kind = _digest(json.dumps(parts, sort_keys=True), 4)
+    return Identity(
+        group=f"{group_prefix(kind)}{engine}",
+        region=_file_name(f"{PRIVATE_PREFIX}{engine}") if pool is None else pool,
+        namespace=_namespace(parts, kind, salt),
+        kind=kind,
+    )
+
+
+def group_prefix(kind: str) -> str:
+    """How the groups of all engines of this kind begin, and of no others."""
+    return f"[{kind}] "
 
 
 def _engine(vllm_config: Any) -> str:
@@ -46,14 +71,24 @@ def _file_name(text: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)
     if plain == text and len(plain) <= _NAME_LENGTH:
         return plain
-    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    return f"{plain[: _NAME_LENGTH - 25]}-{digest}"
+    return f"{plain[: _NAME_LENGTH - 25]}-{_digest(text, 12)}"
+
+
+def _digest(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def namespace_of(vllm_config: Any, *, salt: str = "") -> str:
-    """Text in which everything is named that changes what an encoder computes for one key."""
+    """Text in which everything is named that changes what an encoder computes for one key.
+
+    Its first line is for people; tools show at most 96 bytes of it.
+    """
+    return identify(vllm_config, salt=salt).namespace
+
+
+def _parts(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
-    parts = {
+    return {
         "model": str(model.model),
         "revision": _text(getattr(model, "revision", None)),
         "dtype": dtype_name(model.dtype),
@@ -61,10 +96,19 @@ def namespace_of(vllm_config: Any, *, salt: str = "") -> str:
         "overrides": _text(getattr(model, "hf_overrides", None) or None),
         "adapters": _adapters(getattr(vllm_config, "lora_config", None)),
         "vllm": _vllm_version(),
-        "salt": salt,
         **_random_weights(vllm_config),
     }
-    return json.dumps(parts, sort_keys=True)
+
+
+def _namespace(parts: dict[str, Any], kind: str, salt: str) -> str:
+    name = parts["model"].encode("ascii", "replace").decode()
+    if len(name) > _MODEL_LENGTH:  # of a path its end says most
+        name = "..." + name[3 - _MODEL_LENGTH :]
+    version = parts["vllm"][:_VERSION_LENGTH]
+    # The salt itself is nobody's business.
+    mark = f"{kind}+{_digest(kind + salt, 2)}" if salt else kind
+    title = f"{name} {parts['dtype']} vllm {version} [{mark}]"
+    return f"{title}\n{json.dumps({**parts, 'salt': salt}, sort_keys=True)}"
 
 
 def dtype_name(dtype: Any) -> str:

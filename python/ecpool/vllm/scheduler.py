@@ -39,6 +39,7 @@ from ecpool.vllm.identity import dtype_name, identify
 from ecpool.vllm.loads import OpenLoads
 from ecpool.vllm.log import get_logger
 from ecpool.vllm.metadata import ECPoolMetadata, Load, Save
+from ecpool.vllm.single_flight import SingleFlight
 from ecpool.vllm.summary import Summary
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class ECCPUScheduler:
         self._open_loads = OpenLoads(
             self._cache, self.boundary, self._give_back, self._close_later, clock, self.counts
         )
+        self._single_flight = self._make_single_flight()
         # This step.
         self._answers: dict[str, bool] = {}
         self._leases: dict[str, Transfer] = {}
@@ -109,7 +111,7 @@ class ECCPUScheduler:
     def _open(self, region: Region | None) -> EmbeddingCache:
         from ecpool.vllm.attach import open_cache, open_region
 
-        identity = identify(self._vllm_config, salt=self._config.salt)
+        identity = identify(self._vllm_config, salt=self._config.salt, pool=self._config.pool)
         if region is None:
             region = open_region(self._config, identity, self._vllm_config, role="scheduler")
             self._region = region
@@ -127,12 +129,23 @@ class ECCPUScheduler:
         self._saves_by_steps = step_tracker(batches)
         self._loads_by_steps = step_tracker(batches)
 
+    def _make_single_flight(self) -> SingleFlight | None:
+        """None where nothing is waited for: alone in a pool, or not allowed to load."""
+        if self._config.single_flight <= 0 or not self._is_consumer:
+            return None
+        return SingleFlight(
+            self._cache.is_written_elsewhere, self._config.single_flight, self._clock, self.counts
+        )
+
     # What vLLM asks.
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int = 0) -> bool:
-        """Note what the request expects. True always: an item is in the pool, or is encoded."""
+        """Note what the request expects. False only for a moment, while another engine encodes an
+        item that the request still needs: what the pool lacks is encoded here."""
         self._expectations.note(request)
-        return True
+        if self._single_flight is None or self._closed:
+            return True
+        return self.boundary.call(True, self._single_flight.lets_go, request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the item can be loaded in this step; True is a promise, kept until the step's
@@ -166,7 +179,17 @@ class ECCPUScheduler:
         return True
 
     def _lease(self, key: str, expected: Expected) -> Transfer | None:
-        return self._cache.lease(key, rows=expected.rows, dtype=self._dtype)
+        lease = self._cache.lease(key, rows=expected.rows, dtype=self._dtype)
+        if lease is None or lease.unverified is None:
+            return lease
+        # It is from before a time in which nobody had the pool.
+        region = self._region
+        fits = (
+            region is not None and region.checksum(lease.extents, lease.nbytes) == lease.unverified
+        )
+        self._cache.confirm(lease.id, fits=fits)
+        self.counts["verified" if fits else "corrupted"] += 1
+        return lease if fits else None
 
     def _drop(self, key: str) -> None:
         """Forget what is stored: nothing has 0 rows, so this finds a mismatch, which goes."""
@@ -184,6 +207,8 @@ class ECCPUScheduler:
             return
         self._expectations.note(request)
         key = feature.identifier
+        if self._single_flight is not None:
+            self._single_flight.settle(request.request_id, key)
         if self._answers.get(key):
             self._load(key, request.request_id)
         else:
@@ -258,6 +283,7 @@ class ECCPUScheduler:
         """The step's transfers. Ends the step: what was promised and not used is given back."""
         # Each part by itself, so that none takes a promised load down with it.
         part = self.boundary.call
+        self._settler.settle()
         part(None, self._give_back.retry)
         part(None, self._end_unused_leases)
         part(None, self._withdraw_saves, scheduler_output)
@@ -368,6 +394,8 @@ class ECCPUScheduler:
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is gone. Its blocks are never kept: transfers do not need the request."""
         self._expectations.forget(request.request_id)
+        if self._single_flight is not None:
+            self._single_flight.forget(request.request_id)
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -20,7 +20,7 @@ from ecpool.vllm.config import PoolConfig, pool_config
 from ecpool.vllm.giveback import Settler
 from ecpool.vllm.identity import dtype_name, identify
 from ecpool.vllm.log import RateLimit, get_logger
-from ecpool.vllm.metadata import ECPoolMetadata, Load, Save
+from ecpool.vllm.metadata import ECPoolMetadata, Extents, Load, Save
 from ecpool.vllm.ranks import Place, place_of_worker
 from ecpool.vllm.scheduler import SAVE_RANK
 
@@ -65,6 +65,10 @@ class ECCPUWorker:
         self._log_limit = RateLimit(_LOG_INTERVAL)
         self.counts: Counter[str] = Counter()
         self._closed = False
+        # Saves under way whose bytes get a checksum: their place and length.
+        self._unsummed: dict[int, tuple[Extents, int]] = {}
+        # Loads that this rank has begun and that the last metadata named.
+        self._begun: set[int] = set()
         # This step.
         self._loads: list[Load] = []
         self._announced: dict[str, Save] = {}
@@ -74,7 +78,7 @@ class ECCPUWorker:
     def _open(self, vllm_config: Any) -> EmbeddingCache:
         from ecpool.vllm.attach import open_cache, open_region
 
-        identity = identify(vllm_config, salt=self._config.salt)
+        identity = identify(vllm_config, salt=self._config.salt, pool=self._config.pool)
         if self._region is None:
             self._region = open_region(
                 self._config, identity, vllm_config, role="worker", rank=self._place.rank
@@ -103,7 +107,11 @@ class ECCPUWorker:
         if self._closed:
             return
         self._settler.settle()
-        self._loads = metadata.loads if self._place.loads else []
+        loads = metadata.loads if self._place.loads else []
+        # Metadata names a load until the scheduler sees that every rank has claimed it. Its blocks
+        # are read once: afterwards they may be another item's.
+        self._begun &= {each.id for each in loads}
+        self._loads = [each for each in loads if each.id not in self._begun]
         self._announced = {each.key: each for each in metadata.saves} if self._saves_here else {}
 
     def start_save_caches(self, encoder_cache: EncoderCache | None) -> None:
@@ -161,16 +169,17 @@ class ECCPUWorker:
             return []
         ids = [each.id for each in loads]
         # If the claim itself fails, the promise stands: the entries are held until the scheduler
-        # ends their loads.
+        # ends their loads. It is made again with the next metadata.
         outcomes: Sequence[str] = self.boundary.call(
-            ["claimed"] * len(ids), self._cache.claim_loads, self._place.rank, ids
+            ["untold"] * len(ids), self._cache.claim_loads, self._place.rank, ids
         )
-        for load, outcome in zip(loads, outcomes, strict=True):
-            # Steps that were scheduled before the load was over name it once more.
+        told = list(zip(loads, outcomes, strict=True))
+        self._begun.update(load.id for load, outcome in told if outcome != "untold")
+        for load, outcome in told:
             if outcome == "refused" and not _holds(encoder_cache, load):
                 why = "its transfer was closed before this worker could claim it"
                 self._lost(load.key, why, None)
-        return [load for load, outcome in zip(loads, outcomes, strict=True) if outcome == "claimed"]
+        return [load for load, outcome in told if outcome in ("claimed", "untold")]
 
     def _load(self, encoder_cache: EncoderCache, loads: list[Load]) -> None:
         if not loads:
@@ -241,6 +250,8 @@ class ECCPUWorker:
                 dropped.append(save.id)
         self._resolve(dropped)
         if items:
+            if self._config.checksum:
+                self._unsummed.update({i.id: (i.extents, i.tensor.nbytes) for i in items})
             self._copy_out(items)
 
     def _copy_out(self, items: list[SaveItem]) -> None:
@@ -259,7 +270,16 @@ class ECCPUWorker:
     # Completions.
 
     def _on_done(self, ids: list[int], ok: bool) -> None:
+        found = [(each, self._unsummed.pop(each)) for each in ids if each in self._unsummed]
+        if ok and found:
+            self.boundary.call(None, self._note_checksums, found)
         self._complete(ids, ok)
+
+    def _note_checksums(self, saves: list[tuple[int, tuple[Extents, int]]]) -> None:
+        """Of the bytes as they lie in the region, before anybody is told that they are there."""
+        if self._region is not None:
+            checksum = self._region.checksum
+            self._cache.set_checksums([(id, checksum(*place)) for id, place in saves])
 
     def _complete(self, ids: list[int], ok: bool) -> None:
         """Tell the index that copies are over. By steps, the scheduler says when they are done."""
@@ -271,6 +291,8 @@ class ECCPUWorker:
 
     def _resolve(self, ids: list[int]) -> None:
         """These saves will not happen."""
+        for each in ids:
+            self._unsummed.pop(each, None)
         self._complete(ids, False)
 
     def shutdown(self) -> None:

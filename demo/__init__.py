@@ -1,0 +1,1 @@
+"""`make demo`: the same pictures through real vLLM twice, with and without the pool."""
