@@ -107,7 +107,7 @@ def show_goal(row: Row) -> str:
         return ""
     if row.goal.at_most is not None:
         return f"≤ {show_value(row.goal.at_most, row.unit)}"
-    return f"≥ {row.goal.ratio:g}×"
+    return f"≥ {row.goal.ratio:.3g}×"
 
 
 def show_met(row: Row) -> str:

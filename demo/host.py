@@ -42,7 +42,6 @@ class Line:
 
     engine: str
     what: str
-    pictures: int
     encoder_runs: int
     wanted: int
     hits: int
@@ -99,7 +98,6 @@ class Host:
         line = Line(
             name,
             what,
-            len(requests),
             encoded.items,
             wanted,
             engine.pool().counts.get("hits", 0) - before,
@@ -146,28 +144,28 @@ def play(host: Host, console: Console) -> None:
     """The whole demonstration. Raises EngineError when vLLM fails."""
     many = len(host.known)
     with host.engine("engine 1") as one:
-        host.ask(one, "engine 1", "sees the pictures first", host.known, wanted=many)
+        host.ask(one, "engine 1", f"{many} new pictures", host.known, wanted=many)
         with host.engine("engine 2") as two:
-            host.ask(two, "engine 2", "sees them for the first time", host.known, wanted=0)
+            host.ask(two, "engine 2", f"the same {many}", host.known, wanted=0)
             host.kill_in_a_save(one)
             console.print(
                 "[red]✗[/] engine 1 was killed (SIGKILL), half through saving a new picture"
             )
-            host.ask(two, "engine 2", "is asked for that picture", host.new, wanted=1)
-            host.ask(two, "engine 2", "goes on with the others", host.known, wanted=0)
-            with host.engine("engine 1, restarted") as again:
+            host.ask(two, "engine 2", "the half-saved one", host.new, wanted=1)
+            host.ask(two, "engine 2", f"the {many} again", host.known, wanted=0)
+            with host.engine("engine 1 again") as again:
                 everything = [*host.known, *host.new]
-                host.ask(again, "engine 1, restarted", "sees all of them", everything, wanted=0)
+                host.ask(again, "engine 1 again", f"all {many + 1}", everything, wanted=0)
                 console.print(host.remains(), highlight=False)
 
 
 def show(console: Console, lines: Sequence[Line]) -> None:
     table = Table(title="two vLLM engines, one pool", title_style="bold")
     table.add_column("engine")
-    table.add_column("what it does")
-    for name in ("pictures", "encoder runs", "from the pool", "latency"):
+    table.add_column("is asked for")
+    for name in ("encoded", "hits", "latency"):
         table.add_column(name, justify="right")
-    table.add_column("tokens identical", justify="center")
+    table.add_column("same tokens", justify="center")
     for line in lines:
         runs = (
             f"[bold green]{line.encoder_runs}[/]"
@@ -176,14 +174,12 @@ def show(console: Console, lines: Sequence[Line]) -> None:
         )
         same = {None: "–", True: "[green]yes[/]", False: "[bold red]no[/]"}[line.identical]
         latency = f"{line.seconds * 1e3:.0f} ms"
-        table.add_row(
-            line.engine, line.what, str(line.pictures), runs, str(line.hits), latency, same
-        )
+        table.add_row(line.engine, line.what, runs, str(line.hits), latency, same)
     console.print(table)
     console.print(
-        "Latency is the median of whole requests, one at a time. What vLLM's own encoder cache "
-        "still held needed neither\nthe encoder nor the pool. The picture that was half saved was "
-        "encoded again, never read.",
+        "Latency is the median of whole requests, one at a time. The half-saved picture was "
+        "encoded "
+        "again, never read. With neither a hit nor an encoder run, vLLM's own cache had the item.",
         highlight=False,
     )
 
@@ -213,7 +209,7 @@ def main() -> int:
     wrong = [line for line in host.lines if not line.is_right]
     for line in wrong:
         console.print(
-            f"[bold red]not as it should be:[/] {line.engine} {line.what}: "
+            f"[bold red]not as it should be:[/] {line.engine}, {line.what}: "
             f"{line.encoder_runs} encoder runs, not {line.wanted}, or other tokens"
         )
     return 1 if wrong else 0

@@ -54,7 +54,7 @@ def measure(title: str, model: Path, pictures: int, *, pool: bool, console: Cons
     )
     requests = one_each(Picture(seed, SIDE, SIDE) for seed in range(pictures))
     with _progress(console) as progress:
-        starting = progress.add_task(f"{title}: vLLM starts (half a minute)", total=None)
+        starting = progress.add_task(f"{title}: vLLM starts", total=None)
         began = time.perf_counter()
         with EngineProcess(config, LOGS / title.replace(" ", "-")) as engine:
             start_seconds = time.perf_counter() - began

@@ -17,8 +17,8 @@ def show(console: Console, without: Run, pooled: Run) -> None:
     """Print the table and a sentence that says what it means."""
     pictures = len(without.rounds[0].tokens)
     table = Table(title=f"{pictures} pictures, each asked about twice", title_style="bold")
-    table.add_column("pool")
-    table.add_column("round")
+    table.add_column("pool", no_wrap=True)
+    table.add_column("round", no_wrap=True)
     for name in ("encoder runs", "hits", "loaded", "latency"):
         table.add_column(name, justify="right")
     table.add_column("tokens identical", justify="center")
@@ -62,8 +62,8 @@ def _latency(now: Round) -> float:
 def _sentence(without: Run, pooled: Run) -> str:
     faster = _latency(without.rounds[1]) / _latency(pooled.rounds[1])
     return (
-        f"A picture that the pool holds is answered {faster:.1f} times as fast as without the pool.\n"
-        "Latency is the median of whole requests, one at a time. vLLM's own encoder cache has room\n"
-        "for three of these pictures and prefix caching is off here, so a repeat needs its\n"
+        f"A picture that the pool holds is answered {faster:.1f} times as fast as without it. "
+        "Latency is the median of whole requests, one at a time. vLLM's own encoder cache has "
+        "room for three of these pictures and prefix caching is off here, so a repeat needs its "
         "embeddings again: from the encoder, or from the pool."
     )

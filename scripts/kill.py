@@ -4,8 +4,8 @@
     kill.py --kills 1000 --clients 4               four clients on one shared pool
     kill.py --kills 500 --engines 2 --crash-points also between any two stores under the lock
 
-Without --lifetime the run is divided among the three lifetimes that a region can have. The choice of
-victims, moments and operations follows from --seed; what the operating system makes of it does not.
+Without --lifetime the run is divided among the three lifetimes that a region can have. The choice
+of victims, moments and operations follows from --seed; what the system makes of it does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kill.harness import Report
-    from kill.world import Settings
+    from kill.world import Lifetime, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "target"
@@ -83,10 +83,14 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _parts(settings: Settings, lifetime: str | None) -> list[Settings]:
+def _parts(settings: Settings, lifetime: Lifetime | None) -> list[Settings]:
     """The whole run, or its division: most of it where what is left behind can be seen best."""
     fifth = settings.kills // 5
-    shares = {"persistent": settings.kills - 2 * fifth, "shared": fifth, "private": fifth}
+    shares: dict[Lifetime, int] = {
+        "persistent": settings.kills - 2 * fifth,
+        "shared": fifth,
+        "private": fifth,
+    }
     if settings.clients:  # which a private region does not let in
         shares = {"persistent": settings.kills - fifth, "shared": fifth}
     if lifetime is not None:

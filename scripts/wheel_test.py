@@ -53,7 +53,7 @@ def main(wheel: str) -> None:
     run(
         [uv, "pip", "install", "--quiet", "--python", own]
         + ["--constraint", str(ROOT / "requirements" / "main.txt")]
-        + [f"ecpool[torch] @ {Path(wheel).resolve().as_uri()}", *TEST_TOOLS]
+        + [f"ecpool[cli,torch] @ {Path(wheel).resolve().as_uri()}", *TEST_TOOLS]
     )
     run([own, "-c", CHECK])
     run(

@@ -17,6 +17,7 @@ OCCUPANCIES = (10, 25, 50, 75, 90, 100)
 CYCLE_GOAL, HIT_GOAL = Goal(at_most=1.5), Goal(at_most=2.0)
 MIXED_SIZES = range(8, 25)  # blocks, 16 on average
 MEAN_SIZE = 16
+HOT = 1_000  # entries
 PEER = "vLLM's EmbeddingCache"
 
 
@@ -52,8 +53,9 @@ class Pool:
         first, self.next = self.next, self.next + count
         return [f"{number:064x}" for number in range(first, self.next)]
 
-    def _stored(self, count: int) -> list[str]:
-        numbers = range(self.oldest, self.next)
+    def _stored(self, count: int, newest: int | None = None) -> list[str]:
+        first = self.oldest if newest is None else max(self.oldest, self.next - newest)
+        numbers = range(first, self.next)
         return [f"{number:064x}" for number in self._random.choices(numbers, k=count)]
 
     def cycles(self, count: int) -> float:
@@ -73,7 +75,14 @@ class Pool:
         return seconds
 
     def gets(self, count: int) -> float:
-        keys = self._stored(count)
+        """Hits on entries anywhere in the pool: what it knows of them is in no cache."""
+        return self._get(self._stored(count))
+
+    def hot_gets(self, count: int) -> float:
+        """Hits on a few entries, over and over."""
+        return self._get(self._stored(count, HOT))
+
+    def _get(self, keys: list[str]) -> float:
         get = self.cache.get
         started = time.perf_counter()
         for key in keys:
@@ -91,6 +100,7 @@ class Pool:
 
 OPERATIONS: tuple[tuple[str, Goal, Callable[[Pool, int], float]], ...] = (
     ("cycle", CYCLE_GOAL, Pool.cycles),
+    ("hit among the newest, get", HIT_GOAL, Pool.hot_gets),
     ("hit, get", HIT_GOAL, Pool.gets),
     ("hit, lease + end_leases", HIT_GOAL, Pool.leases),
 )

@@ -88,7 +88,8 @@ def stopped_under_the_lock(directory: Path, name: str = "pool") -> Iterator[Chil
     """
     from ecpool import EmbeddingCache, Region
 
-    code = f"region = Region.attach({name!r}, directory=directory)\nsay('ready')\nwhile True: region.check()"
+    code = f"region = Region.attach({name!r}, directory=directory)\n"
+    code += "say('ready')\nwhile True: region.check()"
     with Child(directory, code) as child, Region.attach(name, directory=str(directory)) as prober:
         assert child.hear() == "ready"
         probe = EmbeddingCache(region=prober, namespace="probe", deadline=0.005)

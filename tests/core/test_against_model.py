@@ -132,9 +132,11 @@ class CacheMachine(RuleBasedStateMachine):
         key=KEYS,
         rows=st.integers(-1, 6),
         dtype=st.sampled_from([None, "float32", "float32", "float16"]),
+        modality=MODALITIES,
     )
-    def lease(self, namespace: int, key: str, rows: int, dtype: str | None) -> Any:
-        native, model = self.both(namespace, "lease", key, rows=rows, dtype=dtype)
+    def lease(self, namespace: int, key: str, rows: int, dtype: str | None, modality: str) -> Any:
+        expected = {"rows": rows, "dtype": dtype, "modality": modality}
+        native, model = self.both(namespace, "lease", key, **expected)
         return self._begun(native[1], model[1])
 
     @rule(

@@ -16,9 +16,11 @@ def test_an_entry_from_alloc_to_unpin(make_cache: Make) -> None:
     cache = make_cache(4)
     assert cache.get("a") is None
     entry = cache.alloc("a", 3)
-    assert entry is not None and len(set(entry.block_ids)) == 3
+    assert entry is not None
+    assert len(set(entry.block_ids)) == 3
     assert (entry.ready, entry.evictable) == (False, False)
-    assert cache.get("a") == entry and hash(cache.get("a")) == hash(entry)
+    assert cache.get("a") == entry
+    assert hash(cache.get("a")) == hash(entry)
     cache.mark_ready("a")
     assert (entry.ready, entry.evictable) == (True, True)
     cache.pin("a")
@@ -35,7 +37,9 @@ def test_blocks_are_handed_out_once(make_cache: Make) -> None:
     cache = make_cache(16)
     entries = [cache.alloc(str(n), n) for n in range(1, 6)]
     used = [block for entry in entries if entry for block in entry.block_ids]
-    assert sorted(used) == sorted(set(used)) and set(used) <= set(range(16)) and len(used) == 15
+    assert sorted(used) == sorted(set(used))
+    assert set(used) <= set(range(16))
+    assert len(used) == 15
     for entry in entries:
         assert entry is not None
         assert sum(length for _, length in entry.extents) == len(entry.block_ids)
@@ -89,16 +93,20 @@ def test_a_key_evicted_and_stored_again_is_another_entry(make_cache: Make) -> No
     fill(cache, ["b"])
     fill(cache, ["a"])
     new = cache.get("a")
-    assert old is not None and new is not None and old != new
+    assert old is not None
+    assert new is not None
+    assert old != new
     assert (old.ready, new.ready) == (False, True)
 
 
 def test_no_blocks_at_all(make_cache: Make) -> None:
     cache = make_cache(2)
     entry = cache.alloc("none", 0)
-    assert entry is not None and (entry.block_ids, entry.extents) == ((), ())
+    assert entry is not None
+    assert (entry.block_ids, entry.extents) == ((), ())
     cache.mark_ready("none")
-    assert entry.ready and cache.stats()["free_blocks"] == 2
+    assert entry.ready
+    assert cache.stats()["free_blocks"] == 2
     fill(cache, ["a", "b"])
     assert cache.contains("none"), "nothing is gained by evicting it"
     assert is_whole(cache)
@@ -125,10 +133,13 @@ def test_two_keys_equal_in_their_first_kilobyte(make_cache: Make) -> None:
     cache = make_cache(4)
     stem = "k" * 1024
     store(cache, stem + "1", rows=1)
-    assert cache.lease(stem + "2") is None and not cache.contains(stem)
+    assert cache.lease(stem + "2") is None
+    assert not cache.contains(stem)
     store(cache, stem + "2", rows=2)
     one, two = cache.lease(stem + "1"), cache.lease(stem + "2")
-    assert one is not None and two is not None and (one.shape, two.shape) == ((1, ROW), (2, ROW))
+    assert one is not None
+    assert two is not None
+    assert (one.shape, two.shape) == ((1, ROW), (2, ROW))
 
 
 @pytest.mark.parametrize("key", ["", "\0", "ключ", "🖼" * 100, "k" * 100_000])
@@ -158,7 +169,8 @@ def test_flush_while_everything_is_held(make_cache: Make) -> None:
     fill(cache, ["plain", "pinned", "leased", "loading"])
     cache.pin("pinned")
     lease, load = cache.lease("leased"), cache.lease("loading")
-    assert lease is not None and load is not None
+    assert lease is not None
+    assert load is not None
     cache.dispatch_loads([load.id], ranks=1)
     save = begin(cache, "saving")
     assert claim(cache, save) == "claimed"
@@ -167,7 +179,8 @@ def test_flush_while_everything_is_held(make_cache: Make) -> None:
 
     assert cache.flush() == 7
     for key in ("plain", "pinned", "leased", "loading", "saving", "allocated", "given up"):
-        assert not cache.contains(key) and cache.lease(key) is None
+        assert not cache.contains(key)
+        assert cache.lease(key) is None
     assert (cache.stats()["free_blocks"], cache.stats()["doomed"]) == (2, 6)
     fill(cache, ["pinned", "new"])  # the same key again, beside the one that is only held
 
@@ -196,21 +209,30 @@ def test_a_save_from_begin_to_lease(make_cache: Make) -> None:
     save = begin(cache, "k", rows=3)
     assert (save.num_blocks, save.shape, save.dtype, save.nbytes) == (3, (), "", 0)
     assert cache.begin_save("k", rows=3, row_bytes=ROW) == "exists"
-    assert cache.lease("k") is None and cache.has_held_entries()
+    assert cache.lease("k") is None
+    assert cache.has_held_entries()
     assert cache.claim_saves(0, [(save.id, (3, ROW // 2), "bfloat16")]) == ["claimed"]
     assert cache.claim_saves(0, [(save.id, (3, ROW // 2), "bfloat16")]) == ["repeated"]
     cache.complete(0, [save.id])
     lease = cache.lease("k", rows=3, dtype="bfloat16")
-    assert lease is not None and lease.extents == save.extents
+    assert lease is not None
+    assert lease.extents == save.extents
     assert (lease.shape, lease.dtype, lease.nbytes) == ((3, ROW // 2), "bfloat16", 3 * ROW)
     assert cache.claim_saves(0, [(save.id, (3, ROW // 2), "bfloat16")]) == ["refused"]
 
 
 @pytest.mark.parametrize(
     ("expected", "is_there"),
-    [({}, True), ({"rows": 2}, True), ({"dtype": "uint8"}, True), ({"rows": 2, "dtype": "uint8"}, True),
-     ({"rows": 3}, False), ({"rows": 0}, False), ({"dtype": "int8"}, False)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"rows": 2}, True),
+        ({"dtype": "uint8"}, True),
+        ({"rows": 2, "dtype": "uint8"}, True),
+        ({"rows": 3}, False),
+        ({"rows": 0}, False),
+        ({"dtype": "int8"}, False),
+    ],
+)
 def test_an_entry_of_another_shape_or_type_goes(
     make_cache: Make, expected: dict[str, object], is_there: bool
 ) -> None:
@@ -234,7 +256,8 @@ def test_a_promise_survives_a_request_that_expects_something_else(make_cache: Ma
     assert cache.claim_loads(0, [promised.id]) == ["claimed"]
     cache.dispatch_loads([promised.id], ranks=1)
     cache.complete(0, [promised.id])
-    assert is_whole(cache) and cache.stats()["free_blocks"] == 4
+    assert is_whole(cache)
+    assert cache.stats()["free_blocks"] == 4
 
 
 def test_items_that_are_no_items(make_cache: Make) -> None:
@@ -244,7 +267,8 @@ def test_items_that_are_no_items(make_cache: Make) -> None:
     assert cache.begin_save("k", rows=3, row_bytes=0) == "empty"
     assert cache.begin_save("k", rows=5, row_bytes=ROW) == "too_large"
     assert cache.begin_save("k", rows=1 << 62, row_bytes=1 << 62) == "too_large"
-    assert begin(cache, "x", rows=3) and cache.begin_save("k", rows=2, row_bytes=ROW) == "no_room"
+    assert begin(cache, "x", rows=3)
+    assert cache.begin_save("k", rows=2, row_bytes=ROW) == "no_room"
     counters = cache.counters()
     skipped = [counters[f"skipped_{why}"] for why in ("empty", "too_large", "no_room")]
     assert skipped == [3, 2, 1]
@@ -295,7 +319,8 @@ def test_row_sizes_are_learned_per_modality(make_cache: Make) -> None:
     assert cache.claim_saves(0, [(save.id, (2, 3 * ROW), "uint8")]) == ["too_large"]
     better = cache.begin_save("a", **guess)  # type: ignore[arg-type]
     other = cache.begin_save("b", **(guess | {"modality": "audio"}))  # type: ignore[arg-type]
-    assert not isinstance(better, str) and not isinstance(other, str)
+    assert not isinstance(better, str)
+    assert not isinstance(other, str)
     assert (better.num_blocks, other.num_blocks) == (6, 2)
 
 
@@ -309,7 +334,8 @@ def test_completion_by_steps_needs_no_word_from_workers(make_cache: Make) -> Non
     cache.dispatch_loads([lease.id], ranks=1)
     cache.finish_loads([lease.id])
     cache.complete(0, [save.id, lease.id])
-    assert cache.contains("k") and is_whole(cache)
+    assert cache.contains("k")
+    assert is_whole(cache)
 
 
 def test_ids_never_repeat(make_cache: Make) -> None:
@@ -319,7 +345,8 @@ def test_ids_never_repeat(make_cache: Make) -> None:
         save = begin(cache, "k")
         seen.add(save.id)
         cache.withdraw([save.id])
-    assert len(seen) == 200 and min(seen) > 0
+    assert len(seen) == 200
+    assert min(seen) > 0
 
 
 def test_counters_and_stats_have_the_names_that_tools_know(make_cache: Make) -> None:
@@ -349,4 +376,5 @@ def test_errors_leave_everything_as_it_was(make_cache: Make) -> None:
     for call in (cache.pin, cache.unpin, cache.mark_ready, cache.discard):
         with pytest.raises(KeyNotFoundError):
             call("b")
-    assert cache.stats() == before and cache.check() == []
+    assert cache.stats() == before
+    assert cache.check() == []

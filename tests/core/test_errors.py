@@ -1,4 +1,5 @@
-"""Each error of the core arrives as its own class, which is the built-in one a caller expects, and says what was wrong."""
+"""Each error of the core has a class of its own, is the built-in one that a caller expects, and
+says what was wrong."""
 
 from __future__ import annotations
 
@@ -54,19 +55,79 @@ def _nothing(cache: EmbeddingCache) -> None:
 Step = Callable[[EmbeddingCache], Any]
 # What was done before, the call, its error, and what the message must contain.
 CACHE_ERRORS: list[tuple[str, Step, Step, type[Exception], list[str]]] = [
-    ("mark_ready of nothing", _nothing, lambda c: c.mark_ready("key-7"), errors.KeyNotFoundError, ["key-7"]),
+    (
+        "mark_ready of nothing",
+        _nothing,
+        lambda c: c.mark_ready("key-7"),
+        errors.KeyNotFoundError,
+        ["key-7"],
+    ),
     ("pin of nothing", _nothing, lambda c: c.pin("key-7"), errors.KeyNotFoundError, ["key-7"]),
     ("unpin of nothing", _nothing, lambda c: c.unpin("key-7"), errors.KeyNotFoundError, ["key-7"]),
-    ("discard of nothing", _nothing, lambda c: c.discard("key-7"), errors.KeyNotFoundError, ["key-7"]),
-    ("mark_ready twice", _ready, lambda c: c.mark_ready("key-7"), errors.EntryStateError, ["key-7", "mark_ready", "ready"]),
-    ("pin while written", _writing, lambda c: c.pin("key-7"), errors.EntryStateError, ["key-7", "pin", "being written"]),
-    ("unpin while written", _writing, lambda c: c.unpin("key-7"), errors.EntryStateError, ["key-7", "unpin"]),
-    ("unpin without a pin", _ready, lambda c: c.unpin("key-7"), errors.EntryStateError, ["key-7", "not pinned"]),
-    ("discard of a ready one", _ready, lambda c: c.discard("key-7"), errors.EntryStateError, ["key-7", "discard"]),
-    ("alloc twice", _writing, lambda c: c.alloc("key-7", 1), errors.EntryStateError, ["key-7", "alloc"]),
-    ("alloc of too much", _nothing, lambda c: c.alloc("key-7", 9), errors.TooLargeError, ["key-7", "9", "4"]),
-    ("a negative alloc", _nothing, lambda c: c.alloc("key-7", -3), errors.InvalidArgumentError, ["n_blocks", "-3"]),
-]  # fmt: skip
+    (
+        "discard of nothing",
+        _nothing,
+        lambda c: c.discard("key-7"),
+        errors.KeyNotFoundError,
+        ["key-7"],
+    ),
+    (
+        "mark_ready twice",
+        _ready,
+        lambda c: c.mark_ready("key-7"),
+        errors.EntryStateError,
+        ["key-7", "mark_ready", "ready"],
+    ),
+    (
+        "pin while written",
+        _writing,
+        lambda c: c.pin("key-7"),
+        errors.EntryStateError,
+        ["key-7", "pin", "being written"],
+    ),
+    (
+        "unpin while written",
+        _writing,
+        lambda c: c.unpin("key-7"),
+        errors.EntryStateError,
+        ["key-7", "unpin"],
+    ),
+    (
+        "unpin without a pin",
+        _ready,
+        lambda c: c.unpin("key-7"),
+        errors.EntryStateError,
+        ["key-7", "not pinned"],
+    ),
+    (
+        "discard of a ready one",
+        _ready,
+        lambda c: c.discard("key-7"),
+        errors.EntryStateError,
+        ["key-7", "discard"],
+    ),
+    (
+        "alloc twice",
+        _writing,
+        lambda c: c.alloc("key-7", 1),
+        errors.EntryStateError,
+        ["key-7", "alloc"],
+    ),
+    (
+        "alloc of too much",
+        _nothing,
+        lambda c: c.alloc("key-7", 9),
+        errors.TooLargeError,
+        ["key-7", "9", "4"],
+    ),
+    (
+        "a negative alloc",
+        _nothing,
+        lambda c: c.alloc("key-7", -3),
+        errors.InvalidArgumentError,
+        ["n_blocks", "-3"],
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def test_what_a_killed_client_held_comes_back(open_region: Open, pools: Path) ->
         time.sleep(0.2)
     cache.discard("now")
     cache.discard("more")
-    assert is_whole(cache) and cache.stats()["free_blocks"] == 4
+    assert is_whole(cache)
+    assert cache.stats()["free_blocks"] == 4
 
 
 def test_a_stopped_holder_costs_misses_and_nothing_that_is_given_back(
@@ -163,7 +164,8 @@ def test_a_stopped_holder_costs_misses_and_nothing_that_is_given_back(
         begin(cache, "unclaimed"),
         begin(cache, "dropped"),
     )
-    assert lease is not None and load is not None
+    assert lease is not None
+    assert load is not None
     assert claim(cache, save) == "claimed"
     fill(cache, ["pinned"])
     cache.pin("pinned")
@@ -197,13 +199,14 @@ def test_a_stopped_holder_costs_misses_and_nothing_that_is_given_back(
         after = cache.counters()
         assert after["deferred"] - before["deferred"] == 9
         assert after["lock_timeouts"] > before["lock_timeouts"]
-        # Seventeen calls: the first waits its 20 ms, the others hardly at all while the holder is stuck.
+        # The first waits its 20 ms, the others hardly at all while the holder is stuck.
         assert elapsed < 5, elapsed
         child.go_on()
         child.kill()
     assert cache.contains("ready")
     assert [key for key in ("save", "filled") if not cache.contains(key)] == []
-    assert cache.get("given up") is None and cache.get("dropped") is None
+    assert cache.get("given up") is None
+    assert cache.get("dropped") is None
     assert cache.close_unclaimed([unclaimed.id]) == []
     assert cache.counters()["loads_completed"] == before["loads_completed"] + 1
     assert is_whole(cache)

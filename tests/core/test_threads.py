@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from core.helpers import is_whole
@@ -60,10 +61,9 @@ class Thread:
         raise AssertionError("something cannot be given back")
 
     def _try(self, action: Callable[[], None]) -> None:
-        try:
+        # Other threads have the same keys.
+        with suppress(KeyNotFoundError, EntryStateError, PoolBusyError):
             action()
-        except (KeyNotFoundError, EntryStateError, PoolBusyError):
-            pass  # other threads have the same keys
 
     def _key(self) -> str:
         return self._rng.choice(KEYS)

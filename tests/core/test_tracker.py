@@ -1,4 +1,4 @@
-"""`StepTracker` returns what vLLM 0.26's documentation of the class of this name says, in that order."""
+"""`StepTracker` returns what vLLM 0.26 documents for the class of this name, in that order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be true when every process is gone: nothing leaked, nothing lies, no file is left over."""
+"""What must be true when every process is gone: nothing leaked, nothing lies, no file stays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _audit_flush(region: Region, outcome: Audit) -> None:
 
 
 def _audit_files_of_private(settings: Settings, names: list[str], outcome: Audit) -> None:
-    """Engines killed before all of their processes had attached leave a file; any next start removes it."""
+    """An engine killed before all its processes attached leaves a file, until any next start."""
     open_region(settings, "next", "scheduler", "next", expected=1).close()
     left = sorted(path.name for path in settings.directory.glob("*"))
     _expect(outcome, f"files left over by {len(names)} engines", left, [])

@@ -1,4 +1,4 @@
-"""A process that uses the pool by itself, as `ecpool.Pool` does: both halves of a transfer in one."""
+"""A process that uses the pool by itself, as `ecpool.Pool` does: both halves of a transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that writes on after the process that told it to is dead, as a real one may for a moment.
+"""A device that writes on after its process is dead, as a real one may for a moment.
 
 It is a forked process that has the mapping and nothing else: no liveness lock, no descriptor. It
 writes rubbish into the blocks until a second after its owner's death, which lies well inside the

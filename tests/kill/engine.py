@@ -1,4 +1,4 @@
-"""The processes that are killed: an engine's scheduler and workers, as the connector drives the pool."""
+"""An engine's scheduler and workers, which drive the pool as the connector does and are killed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ class Scheduler:
         sent = done = 0
         while not self._stopping:
             step = self._schedule(sent)
-            if not all([worker.send(step) for worker in self._workers]):
+            reached = [
+                worker.send(step) for worker in self._workers
+            ]  # every one, also after a failure
+            if not all(reached):
                 break
             sent += 1
             if sent - done > STEPS_IN_FLIGHT:

@@ -36,6 +36,10 @@ class Process:
     beat_at: float = field(default_factory=time.monotonic)
     hanging: bool = False
 
+    @property
+    def is_scheduler(self) -> bool:
+        return self.title.startswith("scheduler")
+
 
 @dataclass(slots=True)
 class Group:
@@ -126,7 +130,7 @@ class Harness:
         self._end_all()
 
     def _time_of_next_kill(self) -> float:
-        """Mostly within a few milliseconds, so that starting and leaving are hit too; at times later."""
+        """Mostly within milliseconds, so that starting and leaving are hit too; at times later."""
         mean = self._rng.choice([0.002, 0.005, 0.015, 0.05])
         return time.monotonic() + self._rng.expovariate(1 / mean)
 
@@ -230,7 +234,7 @@ class Harness:
                 self.report.failures.append(f"{kind}: {what}")
 
     def _judge(self, engine: str, what: str) -> None:
-        """A worker met what is right only if its scheduler had died before; nobody is killed here meanwhile."""
+        """A worker met what is right only if its scheduler had died. Nobody is killed meanwhile."""
         group = next((group for group in self._groups if group.name == engine), None)
         schedulers = (
             [p for p in group.processes.values() if p.title.startswith("scheduler")]
@@ -278,7 +282,8 @@ class Harness:
         for rank, (_, theirs) in enumerate(pairs):
             starts.append(
                 lambda rank=rank, theirs=theirs: self._fork(  # type: ignore[misc]
-                    group, f"worker {rank} of {place.group}", [end for end in ours if end is not theirs],
+                    group, f"worker {rank} of {place.group}",
+                    [end for end in ours if end is not theirs],
                     run_worker, self._settings, place, rank, theirs, self._report_end,
                 )
             )  # fmt: skip
@@ -349,5 +354,5 @@ def _is_alive(pid: int) -> bool:
 
 
 def _adopt_orphans() -> None:
-    """Makes grandchildren ours when their parent is killed, so that none stays behind as a zombie."""
+    """Makes grandchildren ours when their parent is killed, so that none stays as a zombie."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What the processes of the kill harness share: settings, items and their bytes, shared memory for heartbeats.
+"""What the processes of the kill harness share: settings, items and their bytes, heartbeats.
 
 Everything here is made before the first fork, so each process has it at once. No torch: a process
 must start within milliseconds, since thousands of them are killed.

@@ -46,7 +46,6 @@ class Hold:
     id: int
     kind: str  # "lease", "load", "save"
     entry: Entry
-    modality: str = ""
     ranks: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
@@ -62,6 +61,7 @@ class Entry:
     state: str = WRITING
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    modality: str = ""
     pins: int = 0
     by_owner: bool = False  # written by whoever allocated it, until `mark_ready` or `discard`
     holds: list[Hold] = field(default_factory=list)
@@ -271,7 +271,9 @@ class EmbeddingCache:
         entry = self._find(key)
         return entry is not None and entry.state == READY
 
-    def lease(self, key: str, *, rows: int = -1, dtype: str | None = None) -> Transfer | None:
+    def lease(
+        self, key: str, *, rows: int = -1, dtype: str | None = None, modality: str = ""
+    ) -> Transfer | None:
         entry = self._find(key)
         if entry is None or entry.state != READY:
             self._counters["misses"] += 1
@@ -279,7 +281,8 @@ class EmbeddingCache:
         found_rows = entry.shape[0] if entry.shape else 1
         wrong_rows = rows >= 0 and found_rows != rows
         wrong_dtype = dtype is not None and entry.dtype != dtype
-        if wrong_rows or wrong_dtype:
+        wrong_modality = bool(modality and entry.modality) and entry.modality != modality
+        if wrong_rows or wrong_dtype or wrong_modality:
             self._counters["mismatches"] += 1
             self._doom(entry)
             return None
@@ -316,7 +319,7 @@ class EmbeddingCache:
         self.region.entries.append(entry)
         hold = self._hold("save", entry)
         hold.ranks = _ranks_of(ranks)
-        hold.modality = modality
+        entry.modality = modality
         return self._transfer(hold)
 
     def claim_loads(self, rank: int, ids: Sequence[int]) -> list[str]:
@@ -495,7 +498,7 @@ class EmbeddingCache:
         for size in shape:
             nbytes *= size
         if shape and shape[0]:
-            self.region.learned[hold.entry.namespace, hold.modality] = nbytes // shape[0]
+            self.region.learned[hold.entry.namespace, hold.entry.modality] = nbytes // shape[0]
         if nbytes > hold.entry.num_blocks * self.block_size:
             hold.claimed.discard(rank)
             hold.failed = True

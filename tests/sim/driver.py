@@ -15,7 +15,7 @@ WEIGHTS: dict[str, float] = {
     "schedule": 30,
     "run_rank": 40,
     "take_output": 25,
-    "device": 60,
+    "device": 60,  # or as hasty as the settings say
     "arrive": 14,
     "grow": 2,
     "abort": 1.5,
@@ -48,7 +48,8 @@ class Run:
         # end.
         rests = {"drain", "new_weights"} if settings.restarts else set()
         self._names = [name for name in WEIGHTS if name not in rests]
-        self._weights = [WEIGHTS[name] for name in self._names]
+        weights = {**WEIGHTS, "device": settings.haste}
+        self._weights = [weights[name] for name in self._names]
 
     @property
     def steps(self) -> int:

@@ -29,6 +29,11 @@ LOCK_WORD, GENERATIONS = 4096, 8192
 AFTERLIFE, QUARANTINE = 1.2, 2.2
 
 
+def _buffer(tensor: torch.Tensor) -> Any:
+    """A contiguous tensor's memory."""
+    return tensor.view(torch.uint8).numpy()
+
+
 class Pool:
     """``regions`` and ``caches`` are the workers', by rank; ``scheduler`` is its cache."""
 
@@ -111,8 +116,7 @@ class Pool:
             return
         outcomes = self.neighbour.claim_saves(0, [(begun.id, variant.shape, "float32")])
         if outcomes == ["claimed"]:
-            data = content.variant(variant).view(torch.uint8).numpy()
-            self.neighbour_region.write(begun.extents, data)
+            self.neighbour_region.write(begun.extents, _buffer(content.variant(variant)))
         self.neighbour.complete(0, [begun.id])
 
     def flush(self) -> None:
@@ -149,7 +153,7 @@ class Pool:
             if lease is None:
                 continue
             tensor = torch.empty(lease.shape, dtype=getattr(torch, lease.dtype))
-            self.neighbour_region.read(lease.extents, tensor.view(torch.uint8).numpy())
+            self.neighbour_region.read(lease.extents, _buffer(tensor))
             self.neighbour.end_leases([lease.id])
             content.check(tensor, key, "the pool")
 

@@ -79,7 +79,7 @@ class Rank:
             else:
                 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
-                entered = ActiveECConnector(None, self.cache).maybe_get_output(step.output)  # type: ignore[arg-type]
+                entered = ActiveECConnector(None, self.cache).maybe_get_output(step.output)
             with entered as told:
                 yield
             if (told.finished_sending, told.finished_recving) != (None, None):

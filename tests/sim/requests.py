@@ -91,7 +91,7 @@ class Request:
         self.rows_before.append(before)
         self.mm_features.append(
             MultiModalFeatureSpec(
-                data={} if self.with_data else None,  # type: ignore[arg-type]
+                data={} if self.with_data else None,
                 modality=item.modality,
                 identifier=item.key,
                 mm_position=PlaceholderRange(offset=offset, length=length, is_embed=is_embed),

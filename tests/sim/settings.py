@@ -30,7 +30,7 @@ class Settings:
     `ensure_cache_available` for running requests. names_taken_again: the list of freed keys names
     those that were taken again in the same pass (older vLLM). keys: in the catalogue of items.
     kv_trouble: how often KV blocks are short. chunk: most tokens of a request in a step, 0 for no
-    limit. items: most items of a prompt. The rest switches kinds of trouble on.
+    limit. items: most items of a prompt. haste: of devices. The rest switches kinds of trouble on.
     """
 
     seed: int = 0
@@ -60,6 +60,7 @@ class Settings:
     kv_trouble: float = 0.04
     chunk: int = 0
     items: int = 3
+    haste: float = 60.0
 
     @property
     def consumes(self) -> bool:
@@ -105,6 +106,7 @@ class Settings:
             kv_trouble=rng.choice([0.01, 0.04, 0.15]),
             chunk=rng.choice([0, 0, rng.randrange(3, 14)]),
             items=rng.choice([3, 3, 6]),
+            haste=rng.choice([60.0, 60.0, 15.0]),
         )
         return replace(drawn, **fixed).consistent()
 

@@ -227,6 +227,8 @@ class TestStalledLock:
     ) -> None:
         engine = story()
         engine.serve(A)
+        for _ in range(4):  # until it has nothing to say about that save any more
+            engine.serve()
         engine.forget()
         request = engine.ask(A)
         assert engine.scheduler.connector.ensure_cache_available(request, 0)

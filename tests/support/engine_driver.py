@@ -116,7 +116,7 @@ def serve(pipe: Connection) -> None:
             else:
                 result = getattr(driver, name)(*arguments)
         except BaseException:
-            answer = ("error", traceback.format_exc())
+            answer: tuple[str, Any] = ("error", traceback.format_exc())
         else:
             answer = ("ok", result)
         try:

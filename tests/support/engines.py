@@ -118,6 +118,7 @@ class _Subprocess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _spawn(self, command: Sequence[str], keep_open: Sequence[int] = ()) -> None:
+        self._spawned = time.time()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -174,6 +175,8 @@ class _Subprocess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if not self.config.in_process:
+            _remove_channels(since=self._spawned)
 
     def _wait(self, seconds: float) -> int | None:
         assert self._process is not None
@@ -394,6 +397,27 @@ def ec_transfer(
 def pool_files(transfer: Mapping[str, Any]) -> list[str]:
     """What lies in shared memory of the private pools of the engine with these settings."""
     return [str(path) for path in Path("/dev/shm").rglob(f"*{transfer['engine_id']}*")]
+
+
+def _remove_channels(since: float) -> None:
+    """Remove what vLLM's processes leave in shared memory when they are killed.
+
+    since: seconds of the epoch; what is older, or in somebody's memory map, is not ours to remove.
+    """
+    shared = Path("/dev/shm")
+    kinds = ("vllm_dist_*", "psm_*", "sem.mp-*")
+    made = [path for kind in kinds for path in shared.glob(kind)]
+    with contextlib.suppress(FileNotFoundError):
+        young = [path for path in made if path.stat().st_ctime >= since]
+        used = [path for path in young if any(str(path) in maps for maps in _memory_maps())]
+        for path in set(young).difference(used):
+            path.unlink(missing_ok=True)
+
+
+def _memory_maps() -> Iterator[str]:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            yield maps.read_text(errors="replace")
 
 
 def _free_port() -> int:

@@ -179,7 +179,9 @@ class ECCPUScheduler:
         return True
 
     def _lease(self, key: str, expected: Expected) -> Transfer | None:
-        lease = self._cache.lease(key, rows=expected.rows, dtype=self._dtype)
+        lease = self._cache.lease(
+            key, rows=expected.rows, dtype=self._dtype, modality=expected.modality
+        )
         if lease is None or lease.unverified is None:
             return lease
         # It is from before a time in which nobody had the pool.

@@ -13,7 +13,7 @@ use crate::dtype;
 use crate::error::{Error, Result};
 use crate::geometry::MAX_NAMESPACES;
 use crate::index::{
-    BeginSave, Checked, ClaimOutcome, EntryHandle, EntryInfo, Index, NamespaceKey, NamespaceRef, SaveRequest,
+    BeginSave, Checked, ClaimOutcome, EntryHandle, EntryInfo, Expected, Index, NamespaceKey, NamespaceRef, SaveRequest,
     SaveShape, SaveSkip, TransferId, Unfit,
 };
 use crate::memo;
@@ -288,14 +288,14 @@ impl EmbeddingCache {
         self.client.with(wait, |index| Ok(index.has_held_entries()))
     }
 
-    /// Promises a READY entry of `rows` rows and this element type, where those are given. An entry that has others goes.
+    /// Promises a READY entry that is as `expected`. One that is not goes.
     ///
     /// # Errors
     /// See [`Self::get`].
-    pub fn lease(&self, wait: Duration, key: &str, rows: Option<u64>, dtype: Option<u8>) -> Result<Option<EntryInfo>> {
+    pub fn lease(&self, wait: Duration, key: &str, expected: &Expected) -> Result<Option<EntryInfo>> {
         let digest = self.key_digest(key);
         let me = self.client.me();
-        let lease = self.with(wait, |index, namespace| index.lease(&digest, namespace, rows, dtype, me))?;
+        let lease = self.with(wait, |index, namespace| index.lease(&digest, namespace, expected, me))?;
         match &lease {
             Some(entry) => {
                 self.client.count(Counter::Hits, 1);
@@ -477,7 +477,7 @@ fn words(bytes: &[u8; 32]) -> [u64; 4] {
 }
 
 /// A number for a modality's name; 0 for none.
-fn modality_number(name: &str) -> u32 {
+pub fn modality_number(name: &str) -> u32 {
     if name.is_empty() {
         return 0;
     }

@@ -10,7 +10,7 @@ use ecpool_core::cache::{EmbeddingCache, Item};
 use ecpool_core::client::{Client, Deferred};
 use ecpool_core::dtype;
 use ecpool_core::index::crash::{Crash, CrashKind, arm};
-use ecpool_core::index::{BeginSave, EntryInfo, SaveShape};
+use ecpool_core::index::{BeginSave, EntryInfo, Expected, SaveShape};
 
 const WAIT: Duration = Duration::from_secs(5);
 const BLOCKS: u32 = 24;
@@ -143,7 +143,7 @@ impl World {
             Operation::Unpin { key } => drop(self.cache.unpin(WAIT, &key_of(key))),
             Operation::Lease { key, rows } => {
                 let rows = rows.map(|rows| u64::from(rows % 6));
-                if let Ok(Some(lease)) = self.cache.lease(WAIT, &key_of(key), rows, None) {
+                if let Ok(Some(lease)) = self.cache.lease(WAIT, &key_of(key), &Expected { rows, ..Expected::default() }) {
                     self.begun(&lease, false);
                 }
             }

@@ -1,7 +1,7 @@
 //! Every operation of an index once, whatever the index contains.
 
 use ecpool_core::dtype;
-use ecpool_core::index::{ClientRef, Index, NamespaceKey, Registration, Role, SaveRequest, SaveShape};
+use ecpool_core::index::{ClientRef, Expected, Index, NamespaceKey, Registration, Role, SaveRequest, SaveShape};
 
 const KEYS: u64 = 6;
 
@@ -46,7 +46,7 @@ fn poke_key(index: &mut Index<'_>, namespace: &NamespaceKey, owner: ClientRef, k
         SaveRequest { key: "k", digest, rows: 1 + key, row_bytes: 5000, modality: 1, participants: key % 3, owner };
     let _ = index.get(&digest, namespace);
     let _ = index.contains(&digest, namespace);
-    if let Ok(Some(lease)) = index.lease(&digest, namespace, Some(1 + key), None, owner) {
+    if let Ok(Some(lease)) = index.lease(&digest, namespace, &Expected { rows: Some(1 + key), ..Expected::default() }, owner) {
         let _ = index.dispatch_load(lease.id, 0b11);
         poke_transfer(index, lease.id);
     }

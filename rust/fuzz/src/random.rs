@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use ecpool_fuzz::{random_bytes, target};
 
@@ -31,10 +32,14 @@ fn input(seed: u64) -> Vec<u8> {
 
 fn run(name: &str, count: &str, first: &str) -> Option<()> {
     let (target, count, first) = (target(name)?, count.parse::<u64>().ok()?, first.parse::<u64>().ok()?);
+    let mut slowest = (Duration::ZERO, first);
     for seed in first..first + count {
+        let begun = Instant::now();
         target(&input(seed));
+        slowest = slowest.max((begun.elapsed(), seed));
     }
-    println!("{name}: {count} inputs from seed {first}");
+    let (longest, seed) = slowest;
+    println!("{name}: {count} inputs from seed {first}; the slowest, {seed}, took {longest:?}");
     Some(())
 }
 

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ecpool_core::cache::{Item, dtype_code};
+use ecpool_core::cache::{Item, dtype_code, modality_number};
 use ecpool_core::client::{Client, Deferred};
 use ecpool_core::counters::Counter;
-use ecpool_core::index::{BeginSave, ClaimOutcome, MAX_DIMS, SaveShape, SaveSkip};
+use ecpool_core::index::{BeginSave, ClaimOutcome, Expected, MAX_DIMS, SaveShape, SaveSkip};
 use ecpool_core::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -200,13 +200,24 @@ impl EmbeddingCache {
 
     /// Promises a ready entry: until the lease ends, or its load does, the entry is neither evicted nor flushed nor replaced.
     ///
-    /// rows: the rows expected, or -1 for any; dtype: the element type expected, or None for any. An entry that has others goes,
-    /// and None is returned; so it is where there is none, and where the lock cannot be had.
-    #[pyo3(signature = (key, *, rows=-1, dtype=None))]
-    fn lease(&self, py: Python<'_>, key: &str, rows: i64, dtype: Option<&str>) -> PyResult<Option<Transfer>> {
-        let dtype = dtype.map(dtype_code).transpose().map_err(to_py)?.map(|d| d.code);
-        let rows = u64::try_from(rows).ok();
-        let lease = relay(py, self.deadline, |wait| self.cache.lease(wait, key, rows, dtype));
+    /// rows: the rows expected, or -1 for any; dtype: the element type expected, or None for any; modality: the modality expected,
+    /// or "" for any. An entry that has others goes, and None is returned; so it is where there is none, and where the lock cannot
+    /// be had. An entry that was stored without a modality fits any.
+    #[pyo3(signature = (key, *, rows=-1, dtype=None, modality=""))]
+    fn lease(
+        &self,
+        py: Python<'_>,
+        key: &str,
+        rows: i64,
+        dtype: Option<&str>,
+        modality: &str,
+    ) -> PyResult<Option<Transfer>> {
+        let expected = Expected {
+            rows: u64::try_from(rows).ok(),
+            dtype: dtype.map(dtype_code).transpose().map_err(to_py)?.map(|d| d.code),
+            modality: (!modality.is_empty()).then(|| modality_number(modality)),
+        };
+        let lease = relay(py, self.deadline, |wait| self.cache.lease(wait, key, &expected));
         Ok(self.or_busy(lease, py)?.flatten().map(Transfer::new))
     }
 

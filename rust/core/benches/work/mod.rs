@@ -7,7 +7,7 @@ use std::time::Duration;
 use ecpool_core::cache::{EmbeddingCache, Item, dtype_code};
 use ecpool_core::client::{Client, Deferred, Introduction, PATIENT};
 use ecpool_core::geometry::GeometryRequest;
-use ecpool_core::index::{BeginSave, Role, SaveShape};
+use ecpool_core::index::{BeginSave, Expected, Role, SaveShape};
 use ecpool_core::region::{Lifetime, OpenRequest, Region};
 use ecpool_core::tracker::StepTracker;
 
@@ -95,7 +95,10 @@ fn cycle_in(cache: EmbeddingCache, blocks: u64) -> Operation {
 fn hit() -> Operation {
     let (cache, key) = stored();
     Box::new(move || {
-        let lease = cache.lease(WAIT, &key, Some(ROWS), None).expect("a free lock").expect("a stored item");
+        let lease = cache
+            .lease(WAIT, &key, &Expected { rows: Some(ROWS), ..Expected::default() })
+            .expect("a free lock")
+            .expect("a stored item");
         cache.give_back(WAIT, &[Deferred::EndLease(lease.id)]).expect("a free lock");
     })
 }
@@ -105,7 +108,7 @@ fn miss() -> Operation {
     let mut keys = Keys::default();
     keys.texts.swap_remove(1); // the one that is stored
     Box::new(move || {
-        let lease = cache.lease(WAIT, keys.next(), Some(ROWS), None);
+        let lease = cache.lease(WAIT, keys.next(), &Expected { rows: Some(ROWS), ..Expected::default() });
         std::hint::black_box(&lease);
     })
 }
@@ -137,7 +140,10 @@ fn save() -> Operation {
 fn load() -> Operation {
     let (cache, key) = stored();
     Box::new(move || {
-        let lease = cache.lease(WAIT, &key, Some(ROWS), None).expect("a free lock").expect("a stored item");
+        let lease = cache
+            .lease(WAIT, &key, &Expected { rows: Some(ROWS), ..Expected::default() })
+            .expect("a free lock")
+            .expect("a stored item");
         cache.give_back(WAIT, &[Deferred::DispatchLoad(lease.id, 1)]).expect("a free lock");
         cache.claim_loads(WAIT, 0, &[lease.id]).expect("a free lock");
         cache.give_back(WAIT, &[Deferred::Complete(0, lease.id, true)]).expect("a free lock");

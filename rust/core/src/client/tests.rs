@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::*;
 use crate::cache::EmbeddingCache;
 use crate::geometry::GeometryRequest;
+use crate::index::Expected;
 use crate::index::crash::{Crash, CrashKind, arm};
 use crate::region::{Lifetime, OpenRequest};
 
@@ -68,7 +69,7 @@ fn a_panic_between_any_two_stores_of_any_call_loses_no_block_and_no_other_entry(
         |cache| drop(cache.alloc(WAIT, "new", 5)),
         |cache| drop(cache.mark_ready(WAIT, "writing")),
         |cache| drop(cache.discard(WAIT, "writing")),
-        |cache| drop(cache.lease(WAIT, "kept", None, None)),
+        |cache| drop(cache.lease(WAIT, "kept", &Expected::default())),
         |cache| drop(cache.flush()),
     ];
     for (number, call) in calls.iter().enumerate() {
@@ -139,7 +140,7 @@ fn what_was_put_off_is_done_also_by_a_cache_that_never_had_the_lock_before() {
 fn an_alloc_without_a_hold_record_evicts_nothing() {
     let cache = EmbeddingCache::new(Arc::new(Client::on_heap(BLOCKS as u32, 16, 4096).unwrap()), "n");
     (0..4).for_each(|n| store(&cache, &n.to_string()));
-    while cache.lease(WAIT, "0", None, None).unwrap().is_some() {}
+    while cache.lease(WAIT, "0", &Expected::default()).unwrap().is_some() {}
     assert!(cache.alloc(WAIT, "new", 2).unwrap().is_none());
     assert!((0..4).all(|n| cache.contains(WAIT, &n.to_string()).unwrap()));
 }

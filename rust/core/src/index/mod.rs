@@ -39,7 +39,7 @@ pub use describe::{EntryInfo, ExtentList, IndexStats};
 pub use entries::{EntryHandle, Unfit};
 pub use namespaces::{NamespaceInfo, NamespaceKey, NamespaceRef, label_of};
 pub use records::{ClientRef, MAX_DIMS};
-pub use transfers::{BeginSave, ClaimOutcome, SaveRequest, SaveShape, SaveSkip, TransferId};
+pub use transfers::{BeginSave, ClaimOutcome, Expected, SaveRequest, SaveShape, SaveSkip, TransferId};
 
 use crate::geometry::{Geometry, MAX_NAMESPACES};
 use records::{Bins, ClientRecord, Details, Extent, FreeRun, Hold, Links, NamespaceRow, Root, Slot};

@@ -12,6 +12,17 @@ use crate::dtype::Dtype;
 /// The id of a lease or transfer: never 0, never used again.
 pub type TransferId = u64;
 
+/// What an entry must be to be promised; what is not given may be anything.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Expected {
+    /// Its rows: the first size of its shape, or 1 for an item without dimensions.
+    pub rows: Option<u64>,
+    /// The code of its element type.
+    pub dtype: Option<u8>,
+    /// The number of its modality.
+    pub modality: Option<u32>,
+}
+
 /// What is to be saved.
 #[derive(Debug, Clone, Copy)]
 pub struct SaveRequest<'k> {
@@ -98,15 +109,14 @@ fn rank_bit(rank: u32) -> u64 {
 }
 
 impl Index<'_> {
-    /// Promises a READY entry of `rows` rows and this element type, where those are given.
+    /// Promises a READY entry that is as `expected`.
     ///
-    /// An entry that has others is dropped: the caller's model will make it anew.
+    /// One that is not is dropped: the caller's model will make it anew.
     pub fn lease(
         &mut self,
         digest: &[u64; 4],
         namespace: &NamespaceKey,
-        rows: Option<u64>,
-        dtype: Option<u8>,
+        expected: &Expected,
         owner: ClientRef,
     ) -> Checked<Option<EntryInfo>> {
         let Some(slot) = self.find(digest, namespace)? else { return Ok(None) };
@@ -114,7 +124,7 @@ impl Index<'_> {
         if commit.state != slot_state::READY {
             return Ok(None);
         }
-        if !self.matches(slot, rows, dtype)? {
+        if !self.matches(slot, expected)? {
             self.tally.mismatches += 1;
             self.drop_entry(slot)?;
             return Ok(None);
@@ -128,10 +138,14 @@ impl Index<'_> {
         self.entry_info(slot, id).map(Some)
     }
 
-    fn matches(&self, slot: u32, rows: Option<u64>, dtype: Option<u8>) -> Checked<bool> {
+    fn matches(&self, slot: u32, expected: &Expected) -> Checked<bool> {
         let details = self.details(slot)?;
-        let found_rows = if details.ndim > 0 { details.shape[0] } else { 1 };
-        Ok(rows.is_none_or(|r| r == found_rows) && dtype.is_none_or(|d| d == details.dtype))
+        let rows = if details.ndim > 0 { details.shape[0] } else { 1 };
+        // An entry that was stored without a modality fits any.
+        let of_modality = |modality| details.modality == modality || details.modality == 0;
+        Ok(expected.rows.is_none_or(|r| r == rows)
+            && expected.dtype.is_none_or(|d| d == details.dtype)
+            && expected.modality.is_none_or(of_modality))
     }
 
     /// Ends a lease that was neither dispatched nor claimed; the eviction order stays as it was.

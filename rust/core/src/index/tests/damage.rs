@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::harness::{Harness, Memory, digest, registration};
 use super::operations::{Operation, operation, shape};
-use crate::index::{Index, NamespaceKey, Role, SaveRequest};
+use crate::index::{Expected, Index, NamespaceKey, Role, SaveRequest};
 
 fn poke_everything(index: &mut Index<'_>) {
     let namespace = NamespaceKey { row: 0, epoch: 0 };
@@ -20,7 +20,7 @@ fn poke_everything(index: &mut Index<'_>) {
             owner,
         };
         let _ = index.get(&digest(key), &namespace);
-        let _ = index.lease(&digest(key), &namespace, Some(1), None, owner);
+        let _ = index.lease(&digest(key), &namespace, &Expected { rows: Some(1), ..Expected::default() }, owner);
         let _ = index.begin_save(&request, &namespace);
         let _ = index.pin(&digest(key), &namespace, owner);
         let _ = index.unpin(&digest(key), &namespace, owner);

@@ -3,7 +3,7 @@
 use super::harness::{BLOCK, Harness, digest, registration};
 use super::model::Model;
 use super::operations::{Operation, shape};
-use crate::index::{BeginSave, ClaimOutcome, Role, SaveSkip};
+use crate::index::{BeginSave, ClaimOutcome, Expected, Role, SaveSkip};
 
 fn save(harness: &mut Harness, key: u8, rows: u64) -> u64 {
     let (request, namespace) = (harness.request(0, key, rows, 1), harness.namespace());
@@ -24,7 +24,12 @@ fn a_promised_entry_outlives_an_allocation_that_needs_all_room() {
     let mut harness = Harness::new();
     save_ready(&mut harness, 1, 12);
     let (namespace, owner) = (harness.namespace(), harness.clients[0]);
-    let lease = harness.memory.index().lease(&digest(1), &namespace, Some(12), None, owner).unwrap().unwrap();
+    let lease = harness
+        .memory
+        .index()
+        .lease(&digest(1), &namespace, &Expected { rows: Some(12), ..Expected::default() }, owner)
+        .unwrap()
+        .unwrap();
     let request = harness.request(0, 2, 1, 1);
     let begun = harness.memory.index().begin_save(&request, &namespace).unwrap();
     assert!(matches!(begun, BeginSave::Skipped(SaveSkip::NoRoom)));
@@ -142,7 +147,7 @@ fn a_load_ends_with_the_last_rank_and_replayed_words_change_nothing() {
     save_ready(&mut harness, 1, 2);
     let (namespace, owner) = (harness.namespace(), harness.clients[0]);
     let mut index = harness.memory.index();
-    let lease = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    let lease = index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap().unwrap();
     index.dispatch_load(lease.id, 0b11).unwrap();
     for rank in [0, 1] {
         assert_eq!(index.claim_load(rank, lease.id).unwrap(), ClaimOutcome::Claimed);
@@ -155,7 +160,7 @@ fn a_load_ends_with_the_last_rank_and_replayed_words_change_nothing() {
     }
     index.complete(1, lease.id, true).unwrap();
     assert_eq!(index.stats().evictable_entries, 1);
-    let again = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    let again = index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap().unwrap();
     index.dispatch_load(again.id, 0b1).unwrap();
     index.complete(0, lease.id, true).unwrap();
     assert_eq!(index.stats().evictable_entries, 0, "a word about the first load does not end the second");
@@ -204,17 +209,17 @@ fn a_checksum_is_asked_for_once_after_a_time_without_clients() {
     index.claim_save(0, id, &shape(2)).unwrap();
     index.set_checksum(id, 77).unwrap();
     index.complete(0, id, true).unwrap();
-    let lease = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    let lease = index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap().unwrap();
     assert_eq!(lease.unverified, None, "whoever wrote it knows it");
     index.end_lease(lease.id).unwrap();
     for client in harness.clients {
         index.deregister_client(client).unwrap();
     }
     let owner = index.register_client(&registration(Role::Pool, 0)).unwrap().unwrap();
-    let lease = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    let lease = index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap().unwrap();
     assert_eq!(lease.unverified, Some(77));
     index.confirm(lease.id, true).unwrap();
-    let second = index.lease(&digest(1), &namespace, None, None, owner).unwrap().unwrap();
+    let second = index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap().unwrap();
     assert_eq!(second.unverified, None);
     index.end_lease(second.id).unwrap();
     index.confirm(lease.id, false).unwrap();
@@ -235,4 +240,22 @@ fn being_written_by_another_client_is_told_from_being_written_by_oneself() {
     index.claim_save(0, id, &shape(2)).unwrap();
     index.complete(0, id, true).unwrap();
     assert!(!index.is_written_elsewhere(&digest(1), &namespace, other).unwrap());
+}
+
+#[test]
+fn an_entry_of_another_modality_is_not_what_was_asked_for() {
+    let modalities = [(5, Some(5), true), (5, Some(6), false), (5, None, true), (0, Some(6), true)];
+    for (stored, modality, fits) in modalities {
+        let mut harness = Harness::new();
+        let namespace = harness.namespace();
+        let request = crate::index::SaveRequest { modality: stored, ..harness.request(0, 1, 2, 1) };
+        let owner = harness.clients[0];
+        let mut index = harness.memory.index();
+        let BeginSave::Begun(save) = index.begin_save(&request, &namespace).unwrap() else { panic!("all is free") };
+        index.claim_save(0, save.id, &shape(2)).unwrap();
+        index.complete(0, save.id, true).unwrap();
+        let expected = Expected { modality, ..Expected::default() };
+        assert_eq!(index.lease(&digest(1), &namespace, &expected, owner).unwrap().is_some(), fits);
+        assert_eq!(index.contains(&digest(1), &namespace).unwrap(), fits, "one that does not fit goes");
+    }
 }

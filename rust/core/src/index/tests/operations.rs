@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::harness::{BLOCK, Harness, NUM_KEYS, digest};
 use super::model::{Begun, Kind, State};
 use crate::dtype;
-use crate::index::{BeginSave, SaveRequest, SaveShape, SaveSkip};
+use crate::index::{BeginSave, Expected, SaveRequest, SaveShape, SaveSkip};
 
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
@@ -99,7 +99,11 @@ impl Harness {
                 let _ = index.unpin(&digest(key), &namespace, owners[client]).unwrap();
             }
             Operation::Lease { client, key, rows } => {
-                drop(index.lease(&digest(key), &namespace, rows, None, owners[client]).unwrap());
+                drop(
+                    index
+                        .lease(&digest(key), &namespace, &Expected { rows, ..Expected::default() }, owners[client])
+                        .unwrap(),
+                );
             }
             Operation::EndLease { id } => index.end_lease(ids[id]).unwrap(),
             Operation::Dispatch { id, ranks } => index.dispatch_load(ids[id], ranks).unwrap(),
@@ -281,7 +285,11 @@ impl Harness {
 
     fn apply_lease(&mut self, client: usize, key: u8, rows: Option<u64>) {
         let (namespace, owner) = (self.namespace(), self.clients[client]);
-        let lease = self.memory.index().lease(&digest(key), &namespace, rows, None, owner).unwrap();
+        let lease = self
+            .memory
+            .index()
+            .lease(&digest(key), &namespace, &Expected { rows, ..Expected::default() }, owner)
+            .unwrap();
         let ready = self.model.find(key).filter(|e| e.state == State::Ready).cloned();
         let found_rows = |entry: &super::model::Entry| if entry.rows == 0 { 1 } else { entry.rows };
         match ready {
