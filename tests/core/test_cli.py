@@ -129,12 +129,12 @@ class TestStatus:
         self, run: Callable[..., Any], kill_one: Callable[..., None], pools: Path
     ) -> None:
         kill_one("gone")
-        (pools / "older.v1.region").touch(mode=0o600)
+        (pools / "older.v99.region").touch(mode=0o600)
         (pools / "junk.txt").touch(mode=0o600)
         found = {p["name"]: p for p in json.loads(run("status", "--json").output)["pools"]}
         assert set(found) == {"gone", "older"}
         assert found["gone"]["state"] == "dead"
-        assert "another version" in found["older"]["problem"] or found["older"]["layout"] == 1
+        assert "another version" in found["older"]["problem"]
         assert "clean" in run("status").output
 
     def test_an_unknown_pool(

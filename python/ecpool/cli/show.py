@@ -23,7 +23,7 @@ def make_console() -> Console:
 
 def show_pools(console: Console, pools: Sequence[Pool]) -> None:
     """One line per pool, and below what could not be looked into."""
-    table = _table("pool", "state", "kept", "clients", "size", "used", "entries", "hit rate")
+    table = _table("pool", "state", "lifetime", "clients", "size", "used", "entries", "hit rate")
     for pool in pools:
         table.add_row(pool.name, _state(pool), pool.lifetime or "?", *_numbers(pool))
     console.print(table)
