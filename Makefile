@@ -92,6 +92,26 @@ test-real: build ## pytest with real vLLM engines on the CPU
 test-gpu: build ## pytest on an accelerator
 	@$(STEP) "pytest on the accelerator" $(PYTEST) -m gpu -v tests/gpu
 
+.PHONY: kill
+kill: build ## 1,000 processes killed at random moments and inside critical sections
+	@python scripts/kill.py --kills 1000 --crash-points
+
+.PHONY: kill-host
+kill-host: build ## 10,000 kills of four clients on one pool
+	@python scripts/kill.py --kills 10000 --clients 4
+
+.PHONY: simulate
+simulate: build ## a million steps of vLLM's loop, simulated
+	@python scripts/simulate.py --steps 1000000
+
+.PHONY: fuzz
+fuzz: tools ## random bytes as files, index contents and operations (nightly Rust for the guided kind)
+	@$(PYTHON) scripts/fuzz.py
+
+.PHONY: sanitize
+sanitize: tools ## core tests under AddressSanitizer and ThreadSanitizer (nightly Rust)
+	@$(PYTHON) scripts/sanitize.py
+
 .PHONY: test-wheel
 test-wheel: wheel ## the wheel in an empty environment with a newer Python, torch, and no vLLM
 	@$(STEP) "the wheel elsewhere" $(PYTHON) scripts/wheel_test.py dist/*.whl
@@ -119,7 +139,7 @@ lint: build ## formatting, clippy, ruff, mypy, and the stubs against the module
 	@$(STEP) "ruff check" ruff check --quiet
 	@$(STEP) "ruff format" ruff format --check --quiet
 	@$(STEP) "mypy" mypy
-	@$(STEP) "stubtest" stubtest ecpool._native --concise
+	@$(STEP) "stubtest" stubtest ecpool._native --concise --allowlist tests/stubtest-allowlist.txt --ignore-unused-allowlist
 
 .PHONY: format
 format: environment ## let cargo fmt and ruff rewrite the files

@@ -251,7 +251,7 @@ class Engine:
             blocks = sum(num for _, num in save.extents)
             shape = (shapes or {}).get(save.key, (blocks, WIDTH))
             outcomes[save.key] = self.cache.claim_saves(rank, [(save.id, shape, "float32")])[0]
-        self.cache.complete(rank, [each.id for each in (*loads, *saves)])
+        self.cache.complete(rank, [each.id for each in loads] + [each.id for each in saves])
         return outcomes
 
     def store(self, *items: Item) -> None:

@@ -203,7 +203,10 @@ impl EmbeddingCache {
     /// rows: the rows expected, or -1 for any; dtype: the element type expected, or None for any; modality: the modality expected,
     /// or "" for any. An entry that has others goes, and None is returned; so it is where there is none, and where the lock cannot
     /// be had. An entry that was stored without a modality fits any.
-    #[pyo3(signature = (key, *, rows=-1, dtype=None, modality=""))]
+    #[pyo3(
+        signature = (key, *, rows=-1, dtype=None, modality=""),
+        text_signature = "(self, key, *, rows=-1, dtype=None, modality='')"
+    )]
     fn lease(
         &self,
         py: Python<'_>,
