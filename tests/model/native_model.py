@@ -220,7 +220,7 @@ class EmbeddingCache:
         return None if entry is None else CacheEntry(entry)
 
     def alloc(self, key: str, n_blocks: int) -> CacheEntry | None:
-        if self._find(key) is not None:
+        if self._find(key) is not None or any(each.by_owner for each in self._doomed(key)):
             raise EntryStateError(f"alloc of {key!r}: there is one already")
         if n_blocks > self.num_blocks:
             raise TooLargeError(f"alloc of {key!r}: {n_blocks} of {self.num_blocks} blocks")
@@ -238,6 +238,8 @@ class EmbeddingCache:
         entry = self._need(key)
         if entry.state != READY:
             raise EntryStateError(f"pin of {key!r} in state {entry.state}")
+        if entry.pins == 0 and any(each.pins for each in self._doomed(key)):
+            raise EntryStateError(f"pin of {key!r}, which is pinned from before a flush")
         entry.pins += 1
 
     def unpin(self, key: str) -> None:
@@ -415,7 +417,10 @@ class EmbeddingCache:
 
     def is_flushed(self, key: str) -> bool:
         """Whether an entry of this key lives on unfindable, since somebody holds or writes it."""
-        return any(entry.key == key and entry.state == DOOMED for entry in self._mine())
+        return bool(self._doomed(key))
+
+    def _doomed(self, key: str) -> list[Entry]:
+        return [entry for entry in self._mine() if entry.key == key and entry.state == DOOMED]
 
     # Inside.
 

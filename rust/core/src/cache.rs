@@ -257,6 +257,7 @@ impl EmbeddingCache {
             Unfit::Ready => entry_state(doing, key, "ready", needed),
             Unfit::WrittenByOthers => entry_state(doing, key, "being written by others", needed),
             Unfit::NotPinned => entry_state(doing, key, "not pinned by this client", needed),
+            Unfit::PinnedBeforeFlush => entry_state(doing, key, "pinned from before a flush: unpin it first", needed),
             Unfit::NoHold => {
                 let (key, limit) = (key.to_owned(), self.client.layout().num_holds());
                 Error::Exhausted { doing, key, what: "hold records", limit }

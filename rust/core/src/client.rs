@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -43,8 +43,14 @@ const RECLAIM_EVERY: Duration = Duration::from_millis(100);
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
+/// An index on the heap, and whether it must be rebuilt before it is used.
+struct HeapIndex {
+    lines: Vec<Line>,
+    dirty: bool,
+}
+
 struct Heap {
-    index: Mutex<Vec<Line>>,
+    index: Mutex<HeapIndex>,
     counters: Vec<AtomicU64>,
     seed: u64,
 }
@@ -56,32 +62,35 @@ enum Store {
 
 /// Where an operation's view of the index comes from.
 enum Held<'a> {
-    Heap {
-        lines: MutexGuard<'a, Vec<Line>>,
-        /// Whether the last holder panicked.
-        dirty: bool,
-    },
+    Heap(MutexGuard<'a, HeapIndex>),
     Region(Guard<'a>),
 }
 
 impl Held<'_> {
     fn bytes(&mut self) -> &mut [u8] {
         match self {
-            Held::Heap { lines, .. } => lines.as_mut_slice().as_mut_bytes(),
+            Held::Heap(index) => index.lines.as_mut_slice().as_mut_bytes(),
             Held::Region(guard) => guard.index_bytes(),
         }
     }
 
     fn is_dirty(&self) -> bool {
         match self {
-            Held::Heap { dirty, .. } => *dirty,
+            Held::Heap(index) => index.dirty,
             Held::Region(guard) => guard.is_dirty(),
+        }
+    }
+
+    fn mark_dirty(&mut self) {
+        match self {
+            Held::Heap(index) => index.dirty = true,
+            Held::Region(guard) => guard.mark_dirty(),
         }
     }
 
     fn clear_dirty(&mut self) {
         match self {
-            Held::Heap { dirty, .. } => *dirty = false,
+            Held::Heap(index) => index.dirty = false,
             Held::Region(guard) => guard.clear_dirty(),
         }
     }
@@ -108,6 +117,8 @@ pub struct Client {
     /// Until when the lock's holder is taken for stopped; nanoseconds of the monotonic clock.
     stalled_until: AtomicU64,
     last_reclaim: AtomicU64,
+    /// The client's record was given up: whoever gets the lock from now on must not act in its name.
+    left: AtomicBool,
 }
 
 impl std::fmt::Debug for Client {
@@ -127,7 +138,7 @@ impl Client {
             .map_err(|_| Error::invalid("num_blocks", num_blocks, "small enough that its index fits into memory"))?;
         let counters = (0..COUNTERS_PER_CLIENT).map(|_| AtomicU64::new(0)).collect();
         let seed = RandomState::new().build_hasher().finish();
-        let store = Store::Heap(Heap { index: Mutex::new(lines), counters, seed });
+        let store = Store::Heap(Heap { index: Mutex::new(HeapIndex { lines, dirty: false }), counters, seed });
         Self::attach(store, layout, &Introduction { role: Role::Pool, rank: 0, group: "" })
     }
 
@@ -149,6 +160,7 @@ impl Client {
             has_deferred: AtomicU64::new(0),
             stalled_until: AtomicU64::new(0),
             last_reclaim: AtomicU64::new(0),
+            left: AtomicBool::new(false),
         };
         client.reclaim()?;
         let (byte, byte_generation) = match &client.store {
@@ -196,6 +208,9 @@ impl Client {
     /// `Busy` at the deadline, `Closed` after a close or in a forked child.
     pub fn with<R>(&self, wait: Duration, mut operation: impl FnMut(&mut Index<'_>) -> Checked<R>) -> Result<R> {
         let mut held = self.hold(wait)?;
+        if self.left.load(Ordering::Acquire) {
+            return Err(Error::Closed("the region was closed"));
+        }
         crash_point();
         let mut tally = Tally::default();
         let outcome = self.run(&mut held, &mut tally, &mut operation);
@@ -228,13 +243,17 @@ impl Client {
         if let Ok(value) = outcome {
             return Ok(value);
         }
-        self.view(held, |index| {
+        let outcome = self.view(held, |index| {
             self.rebuild(index)?;
+            self.settle_deferred(index)?;
             let outcome = operation(index);
             *tally = index.tally;
             outcome
-        })
-        .map_err(unusable)
+        });
+        if outcome.is_err() {
+            held.mark_dirty();
+        }
+        outcome.map_err(unusable)
     }
 
     fn seed(&self) -> u64 {
@@ -262,13 +281,16 @@ impl Client {
 
     fn hold_region<'r>(&self, region: &'r Region, wait: Duration) -> Result<Held<'r>> {
         if let Some(guard) = region.try_lock()? {
+            if self.stalled_until.load(Ordering::Relaxed) != 0 {
+                self.stalled_until.store(0, Ordering::Relaxed);
+            }
             return Ok(Held::Region(guard));
         }
         if wait.is_zero() {
             return Err(Error::Busy { waited: Duration::ZERO });
         }
         let now = monotonic_nanos();
-        let stalled = now < self.stalled_until.load(Ordering::Relaxed);
+        let stalled = wait < PATIENT && now < self.stalled_until.load(Ordering::Relaxed);
         match region.lock(if stalled { wait.min(BRIEF) } else { wait }) {
             Ok(guard) => {
                 self.stalled_until.store(0, Ordering::Relaxed);
@@ -391,7 +413,12 @@ impl Client {
             let registered = self.me != ClientRef::default();
             if registered && !region.is_closed() && !region.is_forked() {
                 // Without the lock the client's record stays, and the next reclaim takes it for dead, which it then is.
-                let _ = self.with(PATIENT, |index| index.deregister_client(self.me));
+                let _ = self.with(PATIENT, |index| {
+                    index.deregister_client(self.me)?;
+                    self.left.store(true, Ordering::Release);
+                    Ok(())
+                });
+                self.left.store(true, Ordering::Release);
             }
             region.close();
         }
@@ -405,17 +432,19 @@ impl Drop for Client {
 }
 
 fn hold_heap(heap: &Heap, wait: Duration) -> Result<Held<'_>> {
-    let lines = match heap.index.try_lock() {
+    let index = match heap.index.try_lock() {
         Err(TryLockError::WouldBlock) if wait.is_zero() => return Err(Error::Busy { waited: Duration::ZERO }),
         Err(TryLockError::WouldBlock) => heap.index.lock(),
         Err(TryLockError::Poisoned(poisoned)) => Err(poisoned),
-        Ok(lines) => Ok(lines),
+        Ok(index) => Ok(index),
     };
-    match lines {
-        Ok(lines) => Ok(Held::Heap { lines, dirty: false }),
+    match index {
+        Ok(index) => Ok(Held::Heap(index)),
         Err(poisoned) => {
             heap.index.clear_poison();
-            Ok(Held::Heap { lines: poisoned.into_inner(), dirty: true })
+            let mut index = poisoned.into_inner();
+            index.dirty = true;
+            Ok(Held::Heap(index))
         }
     }
 }

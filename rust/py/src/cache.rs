@@ -315,10 +315,10 @@ impl EmbeddingCache {
         relay(py, self.deadline, |wait| self.cache.give_back(wait, &[Deferred::Confirm(id.0, fits)]))
     }
 
-    /// Whether another client is writing an entry of this key; False too where the lock cannot be had.
+    /// Whether another client is writing an entry of this key. Raises PoolBusyError where the lock cannot be had, so that who
+    /// asks often can pause.
     fn is_written_elsewhere(&self, py: Python<'_>, key: &str) -> PyResult<bool> {
-        let elsewhere = relay(py, self.deadline, |wait| self.cache.is_written_elsewhere(wait, key));
-        Ok(self.or_busy(elsewhere, py)?.unwrap_or(false))
+        relay(py, self.deadline, |wait| self.cache.is_written_elsewhere(wait, key))
     }
 
     /// Drops saves of which no rank knows yet.

@@ -12,9 +12,7 @@ fn class_name(error: &Error) -> &'static str {
         Error::InvalidArgument(_) => "InvalidArgumentError",
         Error::NoSpace(_) => "NoSpaceError",
         Error::RegionFormat { .. } | Error::Unusable(_) => "RegionFormatError",
-        Error::Busy { .. } | Error::ClientsFull { .. } | Error::NamespacesFull { .. } | Error::Exhausted { .. } => {
-            "PoolBusyError"
-        }
+        Error::Busy { .. } | Error::ClientsFull { .. } | Error::Exhausted { .. } => "PoolBusyError",
         Error::Closed(_) => "ClosedError",
         Error::KeyNotFound { .. } => "KeyNotFoundError",
         Error::EntryState { .. } => "EntryStateError",

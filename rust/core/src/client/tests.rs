@@ -171,3 +171,36 @@ fn a_flush_from_outside_reaches_the_namespaces_that_it_names() {
     assert_eq!(tool.flush(|_| true).unwrap().len(), 3);
     assert_eq!(tool.flush(|_| false).unwrap(), []);
 }
+
+#[test]
+fn a_close_in_the_middle_of_other_threads_work_leaves_nothing_behind() {
+    let parent = tempfile::tempdir_in("/dev/shm").unwrap();
+    let directory = parent.path().join("pools");
+    let observer = in_region(&directory);
+    for round in 0..40 {
+        let cache = EmbeddingCache::new(Arc::new(in_region(&directory)), "n");
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let cache = &cache;
+                scope.spawn(move || {
+                    for number in 0.. {
+                        let key = format!("{round}-{thread}-{number}");
+                        if matches!(cache.alloc(WAIT, &key, 1), Err(Error::Closed(_))) {
+                            return;
+                        }
+                        let _ = cache.mark_ready(WAIT, &key).and_then(|()| cache.pin(WAIT, &key));
+                        let _ = cache.lease(WAIT, &key, &Expected::default());
+                        let _ = cache.unpin(WAIT, &key);
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+            cache.client().close();
+        });
+        drop(cache);
+    }
+    observer.with(WAIT, |index| index.reclaim(1, 0, &mut |byte, _| byte == 0)).unwrap();
+    assert_eq!(observer.violations().unwrap(), Vec::<String>::new());
+    let stats = observer.stats().unwrap();
+    assert_eq!((stats.holds, stats.writing, stats.orphaned), (0, 0, 0));
+}

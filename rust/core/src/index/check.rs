@@ -185,6 +185,10 @@ impl Index<'_> {
             found.push(format!("{free} blocks are free, {} are counted", self.root.free_blocks));
         }
         let (mut blocks, mut entries, mut used) = (0u64, 0, 0);
+        let doomed = self.live_slots().filter(|(_, state)| *state == slot_state::DOOMED).count();
+        if doomed != self.root.doomed as usize {
+            found.push(format!("{doomed} entries are doomed, {} are counted", self.root.doomed));
+        }
         let mut by_namespace: HashMap<u32, (u64, u64)> = HashMap::new();
         for (slot, state) in self.live_slots() {
             let (links, num_blocks) = (self.links(slot)?, self.slot(slot)?.num_blocks);

@@ -7,7 +7,7 @@
 use super::commit::{Commit, Table};
 use super::namespaces::{read_label, store_label};
 use super::records::{ClientRecord, ClientRef, client_state, hold_kind, slot_state};
-use super::{Checked, Damaged, Index};
+use super::{Checked, Damaged, Index, MAX_CLIENT_RECORDS};
 
 /// What a client is to the pool; for people, and for tools that must not count as users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -130,8 +130,16 @@ impl Index<'_> {
 
     /// The client leaves by itself. What others of its group may still copy stays until they are gone too.
     pub fn deregister_client(&mut self, client: ClientRef) -> Checked<()> {
-        if self.client_state(client)? == Some(client_state::LIVE) {
-            self.bury(client)?;
+        if self.client_state(client)? != Some(client_state::LIVE) {
+            return Ok(());
+        }
+        let number = client.record;
+        let commit = self.client_commit(number)?;
+        self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::DYING));
+        let mut left = [0u32; MAX_CLIENT_RECORDS as usize];
+        self.bury_holds(&mut left)?;
+        if left[number as usize] == 0 {
+            self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::FREE));
         }
         Ok(())
     }
@@ -146,46 +154,58 @@ impl Index<'_> {
         is_alive: &mut dyn FnMut(u32, u32) -> bool,
     ) -> Checked<Reclaimed> {
         let mut reclaimed = Reclaimed::default();
+        let mut dying = false;
         for number in 0..self.clients.len() as u32 {
             let (commit, record) = (self.client_commit(number)?, self.client(number)?);
             if commit.state == client_state::LIVE && !is_alive(record.byte, record.byte_generation) {
                 reclaimed.died += 1;
-                self.bury(ClientRef { record: number, generation: commit.generation })?;
+                record.commit.lower(Table::Clients, number, commit.with_state(client_state::DYING));
             }
+            dying |= self.client_commit(number)?.state == client_state::DYING;
         }
-        for number in 0..self.clients.len() as u32 {
-            if self.client_commit(number)?.state == client_state::DYING {
-                self.release_if_safe(number, now, quarantine, &mut reclaimed)?;
-            }
+        if dying {
+            self.settle_dying(now, quarantine, &mut reclaimed)?;
         }
         Ok(reclaimed)
     }
 
-    fn release_if_safe(&mut self, number: u32, now: u64, quarantine: u64, reclaimed: &mut Reclaimed) -> Checked<()> {
-        let generation = self.client_commit(number)?.generation;
-        let client = ClientRef { record: number, generation };
-        if self.bury_holds(client)? == 0 {
-            self.release(client)?;
-            reclaimed.released += 1;
-            return Ok(());
+    /// Ends what the dead left, in two walks over the holds however many they are.
+    fn settle_dying(&mut self, now: u64, quarantine: u64, reclaimed: &mut Reclaimed) -> Checked<()> {
+        let mut left = [0u32; MAX_CLIENT_RECORDS as usize];
+        self.bury_holds(&mut left)?;
+        let mut due = [false; MAX_CLIENT_RECORDS as usize];
+        for number in 0..self.clients.len() as u32 {
+            if self.client_commit(number)?.state == client_state::DYING {
+                let at = number as usize;
+                due[at] = left[at] > 0 && self.may_release(number, now, quarantine)?;
+                reclaimed.waiting += u32::from(left[at] > 0 && !due[at]);
+            }
         }
+        if due.contains(&true) {
+            reclaimed.holds_ended += self.end_holds_of(&due)?;
+        }
+        for number in 0..self.clients.len() as u32 {
+            let (commit, at) = (self.client_commit(number)?, number as usize);
+            if commit.state == client_state::DYING && (left[at] == 0 || due[at]) {
+                self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::FREE));
+                reclaimed.released += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the dead client's group is gone and has been for as long as the quarantine.
+    fn may_release(&mut self, number: u32, now: u64, quarantine: u64) -> Checked<bool> {
         let group = self.client(number)?.group;
         if group != 0 && self.group_lives(group)? {
             self.client_mut(number)?.gone_at = 0;
-            reclaimed.waiting += 1;
-            return Ok(());
+            return Ok(false);
         }
         let record = self.client_mut(number)?;
         if record.gone_at == 0 || record.gone_at > now {
             record.gone_at = now.max(1);
         }
-        if now.saturating_sub(record.gone_at) < quarantine {
-            reclaimed.waiting += 1;
-            return Ok(());
-        }
-        reclaimed.holds_ended += self.release(client)?;
-        reclaimed.released += 1;
-        Ok(())
+        Ok(now.saturating_sub(record.gone_at) >= quarantine)
     }
 
     fn has_live_client(&self) -> Checked<bool> {
@@ -206,26 +226,26 @@ impl Index<'_> {
         Ok(false)
     }
 
-    /// Ends what nobody but the client itself relied on; the record stays while anything else is left.
-    fn bury(&mut self, client: ClientRef) -> Checked<()> {
-        let commit = self.client_commit(client.record)?;
-        let record = self.client(client.record)?;
-        record.commit.lower(Table::Clients, client.record, commit.with_state(client_state::DYING));
-        if self.bury_holds(client)? == 0 {
-            self.release(client)?;
+    /// Ends what can end at once of the holds of all who are dying, and counts what must wait, by record. Doing it again
+    /// changes nothing.
+    fn bury_holds(&mut self, left: &mut [u32; MAX_CLIENT_RECORDS as usize]) -> Checked<()> {
+        for hold in 0..self.touched_holds() {
+            let Some(owner) = self.dying_owner(hold)? else { continue };
+            if !self.bury_hold(hold)? {
+                left[owner as usize] += 1;
+            }
         }
         Ok(())
     }
 
-    /// Ends what can end at once of a dead client's holds; returns how many must wait. Doing it again changes nothing.
-    fn bury_holds(&mut self, client: ClientRef) -> Checked<u32> {
-        let mut left = 0;
-        for hold in 0..self.touched_holds() {
-            if self.hold(hold)?.owner == client && self.hold_commit(hold)?.state != hold_kind::FREE {
-                left += u32::from(!self.bury_hold(hold)?);
-            }
+    /// The record of the dying client that a hold belongs to, if it does.
+    fn dying_owner(&self, hold: u32) -> Checked<Option<u32>> {
+        if self.hold_commit(hold)?.state == hold_kind::FREE {
+            return Ok(None);
         }
-        Ok(left)
+        let owner = self.hold(hold)?.owner;
+        let dying = owner.record < MAX_CLIENT_RECORDS && self.client_state(owner)? == Some(client_state::DYING);
+        Ok(dying.then_some(owner.record))
     }
 
     /// Ends a dead owner's hold where that is safe at once; false where it must wait.
@@ -258,16 +278,15 @@ impl Index<'_> {
         }
     }
 
-    /// Ends everything that is left of a client, and its record.
-    fn release(&mut self, client: ClientRef) -> Checked<u32> {
-        let mut freed = 0;
+    /// Ends every hold of the dying clients that are due.
+    fn end_holds_of(&mut self, due: &[bool; MAX_CLIENT_RECORDS as usize]) -> Checked<u32> {
+        let mut ended = 0;
         for hold in 0..self.touched_holds() {
-            let commit = self.hold_commit(hold)?;
-            if self.hold(hold)?.owner != client || commit.state == hold_kind::FREE {
+            if !self.dying_owner(hold)?.is_some_and(|owner| due[owner as usize]) {
                 continue;
             }
-            freed += 1;
-            match commit.state {
+            ended += 1;
+            match self.hold_commit(hold)?.state {
                 hold_kind::SAVE => self.resolve_save(hold, false)?,
                 hold_kind::LEASE => {
                     let slot = self.end_hold(hold)?;
@@ -279,10 +298,7 @@ impl Index<'_> {
                 }
             }
         }
-        let commit = self.client_commit(client.record)?;
-        let record = self.client(client.record)?;
-        record.commit.lower(Table::Clients, client.record, commit.with_state(client_state::FREE));
-        Ok(freed)
+        Ok(ended)
     }
 
     fn touched_holds(&self) -> u32 {

@@ -73,6 +73,11 @@ impl CommitWord {
         self.load(table, index).unwrap_or_default()
     }
 
+    /// Whether nothing was ever stored in the word.
+    pub(crate) fn is_untouched(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+
     /// The generation bits of a word whose check bits do not fit.
     pub(crate) fn raw_generation(&self) -> u32 {
         (self.0.load(Ordering::Relaxed) >> 32) as u32

@@ -3,7 +3,7 @@
 use super::commit::{Commit, Table};
 use super::namespaces::NamespaceKey;
 use super::records::{ClientRef, Hold, hold_kind, slot_state};
-use super::transfers::{BeginSave, SaveRequest};
+use super::transfers::{BeginSave, SaveRequest, SaveSkip};
 use super::{Checked, EntryInfo, Index};
 
 /// An entry as it was once found: its slot, and the generation in which it is meant.
@@ -28,6 +28,8 @@ pub enum Unfit {
     WrittenByOthers,
     /// This client has no pin on it.
     NotPinned,
+    /// This client still has a pin on an earlier entry of this key, which was flushed.
+    PinnedBeforeFlush,
     /// Every hold record is in use.
     NoHold,
 }
@@ -71,6 +73,13 @@ impl Index<'_> {
         namespace: &NamespaceKey,
         num_blocks: u64,
     ) -> Checked<BeginSave> {
+        // Verbs by key could not tell this entry from an earlier one that was flushed while it was written.
+        let is_own = |hold: &Hold, commit: Commit| {
+            commit.state == hold_kind::SAVE && hold.owner == request.owner && hold.participants == 0
+        };
+        if self.find_hold_of_doomed(&request.digest, is_own)?.is_some() {
+            return Ok(BeginSave::Skipped(SaveSkip::Exists));
+        }
         self.begin_write(request, namespace, num_blocks)
     }
 
@@ -138,6 +147,10 @@ impl Index<'_> {
             *pins = pins.saturating_add(1);
             return Ok(Ok(()));
         }
+        let is_own = |hold: &Hold, commit: Commit| commit.state == hold_kind::PIN && hold.owner == owner;
+        if self.find_hold_of_doomed(digest, is_own)?.is_some() {
+            return Ok(Err(Unfit::PinnedBeforeFlush));
+        }
         let Some(hold) = self.take_hold()? else { return Ok(Err(Unfit::NoHold)) };
         self.before_firm_hold(slot)?;
         self.commit_hold(hold, hold_kind::PIN, (slot, commit.generation), owner, 0)?;
@@ -178,9 +191,13 @@ impl Index<'_> {
 
     /// An entry that was flushed or replaced is no longer found by key, but its writer and its pins must still end.
     fn find_hold_of_doomed(&self, digest: &[u64; 4], wanted: impl Fn(&Hold, Commit) -> bool) -> Checked<Option<u32>> {
+        if self.root.doomed == 0 {
+            return Ok(None);
+        }
         for number in 0..self.root.holds_touched.min(self.layout.num_holds()) {
             let (record, commit) = (self.hold(number)?, self.hold_commit(number)?);
-            if wanted(record, commit) && self.slot(record.slot)?.digest == *digest {
+            let doomed = wanted(record, commit) && self.state_of(record.slot) == slot_state::DOOMED;
+            if doomed && self.slot(record.slot)?.digest == *digest {
                 return Ok(Some(number));
             }
         }

@@ -3,6 +3,7 @@
 use super::commit::Table;
 use super::records::{LABEL_LEN, LEARNED_ROWS, LearnedRow, NamespaceRow, namespace_state, slot_state};
 use super::{Checked, Damaged, Index};
+use crate::geometry::MAX_NAMESPACES;
 
 /// A namespace's row and the generation in which it is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -81,7 +82,7 @@ impl Index<'_> {
         Ok(None)
     }
 
-    fn spare_namespace(&self) -> Checked<Option<u32>> {
+    fn spare_namespace(&mut self) -> Checked<Option<u32>> {
         let mut empty = None;
         for row in 0..self.namespaces.len() as u32 {
             if self.namespace_commit(row)?.state == namespace_state::FREE {
@@ -91,7 +92,34 @@ impl Index<'_> {
                 empty = Some(row);
             }
         }
-        Ok(empty)
+        match empty {
+            Some(row) => Ok(Some(row)),
+            None => self.clear_stalest_namespace(),
+        }
+    }
+
+    /// Evicts all of the namespace that was used longest ago among those of which nothing is held.
+    fn clear_stalest_namespace(&mut self) -> Checked<Option<u32>> {
+        let mut evictable = [(0u64, 0u64); MAX_NAMESPACES as usize];
+        for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
+            let links = self.links(slot)?;
+            if self.state_of(slot) == slot_state::READY && links.leases == 0 && links.firm_holds == 0 {
+                let row = self.details(slot)?.namespace as usize;
+                let (count, newest) = evictable.get_mut(row).ok_or(Damaged("a namespace is out of range"))?;
+                (*count, *newest) = (*count + 1, (*newest).max(self.slot(slot)?.sequence));
+            }
+        }
+        let idle = |row: &u32| evictable[*row as usize].0 == self.namespaces[*row as usize].entries;
+        let rows = (0..self.namespaces.len() as u32).filter(idle);
+        let Some(row) = rows.min_by_key(|row| evictable[*row as usize].1) else { return Ok(None) };
+        for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
+            if self.state_of(slot) == slot_state::READY && self.details(slot)?.namespace == row {
+                self.tally.evictions += 1;
+                self.tally.evicted_blocks += u64::from(self.slot(slot)?.num_blocks);
+                self.free_entry(slot)?;
+            }
+        }
+        Ok(Some(row))
     }
 
     /// Makes every entry of the namespace unfindable. They are dropped by [`Self::sweep_flushed`], and until then on sight.

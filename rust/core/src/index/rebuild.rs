@@ -44,11 +44,15 @@ impl Index<'_> {
         self.buckets.fill(0);
         *self.bins = Bins { used: [0; NUM_BINS / 64], reserved: [0; 4], heads: [0; NUM_BINS] };
         let root = &mut *self.root;
-        (root.free_blocks, root.evictable_blocks, root.evictable_entries) = (0, 0, 0);
+        (root.free_blocks, root.evictable_blocks, root.evictable_entries, root.doomed) = (0, 0, 0, 0);
         (root.queue_head, root.queue_tail) = (0, 0);
-        (root.free_slot, root.slots_used, root.slots_touched) = (0, 0, self.slots.len() as u32);
-        (root.free_hold, root.holds_used, root.holds_touched) = (0, 0, self.holds.len() as u32);
+        (root.free_slot, root.slots_used) = (0, 0);
+        (root.free_hold, root.holds_used) = (0, 0);
         root.next_sequence = 1;
+        // What was never used need not be walked over, now or later.
+        let touched = |last: Option<usize>| last.map_or(0, |last| last as u32 + 1);
+        self.root.slots_touched = touched(self.slots.iter().rposition(|slot| !slot.commit.is_untouched()));
+        self.root.holds_touched = touched(self.holds.iter().rposition(|hold| !hold.commit.is_untouched()));
     }
 
     fn repair_namespaces_and_clients(&mut self) -> Checked<()> {
@@ -74,7 +78,7 @@ impl Index<'_> {
     ///
     /// A slot is committed only after its extents were written, so an interrupted allocation left none committed.
     fn keep_sound_slots(&mut self) -> Checked<()> {
-        for slot in 0..self.slots.len() as u32 {
+        for slot in 0..self.root.slots_touched {
             match self.slot(slot)?.commit.load(Table::Slots, slot) {
                 Some(Commit { state: slot_state::FREE, .. }) => {}
                 Some(commit) if self.is_sound(slot, commit) => self.mark_blocks(slot, commit)?,
@@ -91,6 +95,9 @@ impl Index<'_> {
         let Ok(details) = self.details(slot) else { return false };
         let namespace = self.namespace_commit(details.namespace);
         if !namespace.is_ok_and(|n| n.state == namespace_state::USED) {
+            return false;
+        }
+        if commit.state == slot_state::READY && !self.is_described_soundly(slot).unwrap_or(false) {
             return false;
         }
         self.has_sound_extents(slot, commit).is_ok()
@@ -127,14 +134,14 @@ impl Index<'_> {
     /// Drops both owners of blocks that two entries claim: neither can be trusted.
     fn drop_overlaps(&mut self) -> Checked<()> {
         let overlapping = self.links.iter().any(|links| links.scratch != 0);
-        for slot in 0..self.slots.len() as u32 {
+        for slot in 0..self.root.slots_touched {
             if std::mem::take(&mut self.links_mut(slot)?.scratch) != 0 {
                 self.free_unsound(slot)?;
             }
         }
         if overlapping {
             self.runs.fill(FreeRun::default());
-            for slot in 0..self.slots.len() as u32 {
+            for slot in 0..self.root.slots_touched {
                 let commit = self.slot_commit(slot)?;
                 if commit.state != slot_state::FREE {
                     self.mark_blocks(slot, commit)?;
@@ -155,7 +162,7 @@ impl Index<'_> {
     /// A hold is committed before the slot that it writes, so an interrupted allocation left at most a hold alone; it is
     /// ended after the slot became READY, so an interrupted completion left a SAVE hold on a READY slot.
     fn keep_sound_holds(&mut self) -> Checked<()> {
-        for hold in (0..self.holds.len() as u32).rev() {
+        for hold in (0..self.root.holds_touched).rev() {
             let kept = match self.hold(hold)?.commit.load(Table::Holds, hold) {
                 Some(commit) if commit.state != hold_kind::FREE => self.is_sound_hold(hold, commit)?.then_some(commit),
                 Some(_) => None,
@@ -202,7 +209,7 @@ impl Index<'_> {
 
     /// Settles what each kept slot's state asks for, finds doubles, and counts.
     fn settle_slots(&mut self) -> Checked<()> {
-        for slot in (0..self.slots.len() as u32).rev() {
+        for slot in (0..self.root.slots_touched).rev() {
             let commit = self.slot_commit(slot)?;
             let settled = self.settled_state(slot, commit)?;
             if settled != commit.state {
@@ -215,8 +222,10 @@ impl Index<'_> {
                 continue;
             }
             self.count_in_namespace(slot, self.slot(slot)?.num_blocks, true)?;
-            if matches!(settled, slot_state::WRITING | slot_state::READY) {
-                self.link_bucket(slot)?;
+            match settled {
+                slot_state::WRITING | slot_state::READY => self.link_bucket(slot)?,
+                slot_state::DOOMED => increment(&mut self.root.doomed)?,
+                _ => {}
             }
         }
         Ok(())
@@ -288,7 +297,7 @@ impl Index<'_> {
     /// Queues every READY entry without a firm hold in the order in which they became evictable.
     fn link_queue(&mut self) -> Checked<()> {
         let mut chains = [0; MERGE_LEVELS];
-        for slot in 0..self.slots.len() as u32 {
+        for slot in 0..self.root.slots_touched {
             let links = *self.links(slot)?;
             if self.state_of(slot) != slot_state::READY {
                 continue;

@@ -212,7 +212,8 @@ pub(crate) struct Root {
     pub(crate) holds_used: u32,
     /// How often a client attached while no other lived. Not derived: a rebuild leaves it.
     pub(crate) incarnation: u32,
-    pub(crate) reserved: [u32; 14],
+    pub(crate) doomed: u32,
+    pub(crate) reserved: [u32; 13],
 }
 
 /// Derived heads of the size classes of free runs, and which are not empty.

@@ -104,6 +104,7 @@ impl Index<'_> {
             _ => return Ok(()),
         }
         self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::DOOMED));
+        increment(&mut self.root.doomed)?;
         self.unlink_bucket(slot)?;
         if links.queued != 0 {
             self.dequeue(slot)?;
@@ -116,10 +117,15 @@ impl Index<'_> {
         let commit = self.slot_commit(slot)?;
         match commit.state {
             slot_state::WRITING => self.unlink_bucket(slot)?,
-            slot_state::DOOMED => {}
+            slot_state::DOOMED => self.uncount_doomed()?,
             _ => return Err(Damaged("only an unfinished entry can be orphaned")),
         }
         self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::ORPHANED));
+        Ok(())
+    }
+
+    fn uncount_doomed(&mut self) -> Checked<()> {
+        self.root.doomed = self.root.doomed.checked_sub(1).ok_or(Damaged("the doomed are miscounted"))?;
         Ok(())
     }
 
@@ -139,6 +145,7 @@ impl Index<'_> {
                 self.count_evictable(slot, false)?;
             }
             slot_state::WRITING => self.unlink_bucket(slot)?,
+            slot_state::DOOMED => self.uncount_doomed()?,
             slot_state::FREE => return Err(Damaged("a free entry was to be freed")),
             _ => {}
         }

@@ -7,7 +7,7 @@ use super::commit::Commit;
 use super::namespaces::NamespaceKey;
 use super::records::{ClientRef, Details, KEY_PREFIX_LEN, MAX_DIMS, hold_kind, slot_state};
 use super::{Checked, EntryInfo, Index, increment};
-use crate::dtype::Dtype;
+use crate::dtype::{self, Dtype};
 
 /// The id of a lease or transfer: never 0, never used again.
 pub type TransferId = u64;
@@ -85,7 +85,7 @@ impl SaveShape {
 
     /// Bytes of the item; `None` where they do not fit into 64 bits.
     pub fn nbytes(&self) -> Option<u64> {
-        let sizes = &self.shape[..usize::from(self.ndim)];
+        let sizes = self.shape.get(..usize::from(self.ndim))?;
         sizes.iter().try_fold(u64::from(self.dtype.size), |bytes, size| bytes.checked_mul(*size))
     }
 }
@@ -124,7 +124,7 @@ impl Index<'_> {
         if commit.state != slot_state::READY {
             return Ok(None);
         }
-        if !self.matches(slot, expected)? {
+        if !self.is_described_soundly(slot)? || !self.matches(slot, expected)? {
             self.tally.mismatches += 1;
             self.drop_entry(slot)?;
             return Ok(None);
@@ -136,6 +136,18 @@ impl Index<'_> {
         }
         let id = self.commit_hold(hold, hold_kind::LEASE, (slot, commit.generation), owner, 0)?;
         self.entry_info(slot, id).map(Some)
+    }
+
+    /// Whether an entry's shape, element type, bytes and blocks fit each other. Entries that were never described do.
+    pub(super) fn is_described_soundly(&self, slot: u32) -> Checked<bool> {
+        let (details, num_blocks) = (self.details(slot)?, self.slot(slot)?.num_blocks);
+        if (details.ndim, details.dtype, details.nbytes) == (0, 0, 0) {
+            return Ok(true);
+        }
+        let Some(dtype) = dtype::by_code(details.dtype) else { return Ok(false) };
+        let shape = SaveShape { shape: details.shape, ndim: details.ndim, dtype };
+        let room = u64::from(num_blocks) * self.layout.block_size;
+        Ok(usize::from(details.ndim) <= MAX_DIMS && shape.nbytes() == Some(details.nbytes) && details.nbytes <= room)
     }
 
     fn matches(&self, slot: u32, expected: &Expected) -> Checked<bool> {

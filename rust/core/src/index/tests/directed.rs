@@ -259,3 +259,74 @@ fn an_entry_of_another_modality_is_not_what_was_asked_for() {
         assert_eq!(index.contains(&digest(1), &namespace).unwrap(), fits, "one that does not fit goes");
     }
 }
+
+#[test]
+fn when_every_namespace_has_entries_the_one_used_longest_ago_makes_room_for_a_new_one() {
+    let mut memory = super::harness::Memory::new(200, 200, 100, 200);
+    let mut index = memory.index();
+    let owner = index.register_client(&registration(Role::Pool, 0)).unwrap().unwrap();
+    let rows: Vec<_> = (0..64)
+        .map(|number| {
+            let row = index.resolve_namespace(&[number, 9, 9, 9], "old").unwrap().unwrap();
+            let namespace = index.namespace(row).unwrap();
+            let digest = [number, number, 1, 1];
+            let key = "key";
+            let request = crate::index::SaveRequest {
+                key,
+                digest,
+                rows: 0,
+                row_bytes: 0,
+                modality: 0,
+                participants: 0,
+                owner,
+            };
+            assert!(matches!(index.alloc(&request, &namespace, 1).unwrap(), BeginSave::Begun(_)));
+            index.mark_ready(&digest, &namespace, owner).unwrap().unwrap();
+            (row, namespace, digest)
+        })
+        .collect();
+    index.pin(&rows[0].2, &rows[0].1, owner).unwrap().unwrap();
+    assert!(index.resolve_namespace(&[99, 9, 9, 9], "new").unwrap().is_some());
+    assert!(index.namespace(rows[0].0).is_some(), "something of it is pinned");
+    assert!(index.namespace(rows[1].0).is_none(), "it was used longest ago");
+    assert!(index.namespace(rows[2].0).is_some());
+    assert_eq!((index.tally.evictions, index.stats().entries), (1, 63));
+    assert_eq!(index.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn an_entry_whose_description_contradicts_itself_is_never_promised() {
+    type Damage = fn(&mut crate::index::records::Details);
+    let damages: [Damage; 4] =
+        [|d| d.shape[1] = 1 << 40, |d| d.dtype = 99, |d| d.ndim = 200, |d| d.nbytes += 1];
+    for damage in damages {
+        let mut harness = Harness::new();
+        save_ready(&mut harness, 1, 2);
+        let (namespace, owner) = (harness.namespace(), harness.clients[0]);
+        let mut index = harness.memory.index();
+        let slot = index.find_any_epoch(&digest(1)).unwrap().unwrap();
+        damage(index.details_mut(slot).unwrap());
+        assert_eq!(index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap(), None);
+        assert_eq!(index.stats().free_blocks, 24);
+        assert_eq!(index.violations(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn verbs_by_key_never_reach_the_entry_that_came_after_a_flush() {
+    let mut harness = Harness::new();
+    let owner = harness.clients[0];
+    let request = harness.request(0, 1, 0, 0);
+    let namespace = harness.namespace();
+    let mut index = harness.memory.index();
+    assert!(matches!(index.alloc(&request, &namespace, 2).unwrap(), BeginSave::Begun(_)));
+    index.raise_epoch(&namespace).unwrap();
+    index.sweep_flushed(namespace.row, 0, 1000).unwrap();
+    let namespace = harness.namespace();
+    let mut index = harness.memory.index();
+    let again = index.alloc(&request, &namespace, 2).unwrap();
+    assert!(matches!(again, BeginSave::Skipped(SaveSkip::Exists)), "its first writer has yet to end");
+    index.mark_ready(&digest(1), &namespace, owner).unwrap().unwrap();
+    assert!(!index.contains(&digest(1), &namespace).unwrap(), "what was flushed stays so");
+    assert!(matches!(index.alloc(&request, &namespace, 2).unwrap(), BeginSave::Begun(_)));
+}

@@ -127,6 +127,13 @@ impl Harness {
             Operation::Alloc { client, key, blocks } => {
                 let request = self.request(client, key, 0, 0);
                 let begun = self.memory.index().alloc(&request, &namespace, blocks).unwrap();
+                if !self.model_writers(client, key).1.is_empty() {
+                    assert!(
+                        matches!(begun, BeginSave::Skipped(SaveSkip::Exists)),
+                        "its flushed writer is still at work"
+                    );
+                    return;
+                }
                 self.compare_begun(begun, client, key, blocks, 0);
             }
             Operation::BeginSave { client, key, rows, ranks } => {
@@ -240,7 +247,10 @@ impl Harness {
         let pinned = self.memory.index().pin(&digest(key), &namespace, owner).unwrap().is_ok();
         let ready = self.model.find(key).filter(|e| e.state == State::Ready).map(|e| e.number);
         let own = ready.and_then(|entry| self.model_pin(entry, client));
-        let expected = ready.is_some() && (own.is_some() || self.model.holds.len() < self.model.num_holds);
+        let mut of_doomed = self.model.entries.iter().filter(|e| e.key == key && e.state == State::Doomed);
+        let pinned_before = of_doomed.any(|e| self.model_pin(e.number, client).is_some());
+        let room = self.model.holds.len() < self.model.num_holds && !pinned_before;
+        let expected = ready.is_some() && (own.is_some() || room);
         assert_eq!(pinned, expected);
         match (own, ready) {
             (Some(id), _) => {
