@@ -117,9 +117,9 @@ test-wheel: wheel ## the wheel in an empty environment with a newer Python, torc
 	@$(STEP) "the wheel elsewhere" $(PYTHON) scripts/wheel_test.py dist/*.whl
 
 .PHONY: compat
-compat: wheel ## real-vLLM tests on every supported vLLM; writes README's table
+compat: wheel ## real-vLLM tests on every supported vLLM (ONLY=NAME: on one); writes README's table
 	@$(ENVIRONMENTS) install all
-	@$(PYTHON) scripts/compat.py dist/*.whl
+	@$(PYTHON) scripts/compat.py dist/*.whl $(ONLY)
 
 BENCH_PLOTS := .cache/bench-plots
 

@@ -3,7 +3,8 @@
     compat.py WHEEL [ENVIRONMENT...]
 
 The rows of the table are the tests' scenarios, the columns the versions. Without names, all
-environments are run; the table is written only then. Ends with status 1 when anything failed.
+environments are run. The table is written once all of them have been tested with this wheel.
+Ends with a status other than 0 when anything failed.
 """
 
 from __future__ import annotations
@@ -26,41 +27,50 @@ BEGIN, END = "<!-- compat: begin -->", "<!-- compat: end -->"
 class Column:
     """One version: its libraries, and for each scenario whether all of its tests passed."""
 
-    environment: Environment
+    vllm: str
     libraries: dict[str, str]
     scenarios: dict[str, bool]
-    passed: bool
 
 
-def main(wheel: str, names: list[str]) -> int:
-    environments = read_environments()
-    chosen = [environments[name] for name in names] if names else list(environments.values())
-    columns = [column(each, wheel) for each in sorted(chosen, key=lambda each: each.vllm)]
-    table = render(columns)
+def main(wheel: Path, names: list[str]) -> int:
+    known = read_environments()
+    if unknown := [name for name in names if name not in known]:
+        raise SetUpError(f"no environment is called {unknown[0]!r}: {', '.join(known)}")
+    environments = sorted(known.values(), key=lambda each: each.vllm)
+    chosen = [each for each in environments if not names or each.name in names]
+    statuses = [test(each, wheel) for each in chosen]
+    table = render([column(each) for each in environments if results_of(each, wheel)])
     print(f"\n{table}")
-    if not names:
+    if all(results_of(each, wheel) for each in environments):
         write(table)
-    return 0 if all(each.passed for each in columns) else 1
+    return max(statuses)
 
 
-def column(environment: Environment, wheel: str) -> Column:
-    """Install, test, and read the results of one version."""
+def test(environment: Environment, wheel: Path) -> int:
+    """Install and test one version; pytest's exit status."""
     say(f"vLLM {environment.vllm}")
     if environment.name != "main":  # which runs from these very files
-        install_wheel(environment, wheel)
+        install_wheel(environment, str(wheel))
     RESULTS.mkdir(parents=True, exist_ok=True)
-    results = RESULTS / f"{environment.name}.xml"
-    results.unlink(missing_ok=True)
     started = time.monotonic()
     status = subprocess.run(
         [str(environment.python), "-m", "pytest", "-v", "-m", "real", "tests/real"]
-        + [f"--junitxml={results}", "-p", "no:cacheprovider"],
+        + [f"--junitxml={RESULTS / environment.name}.xml", "-p", "no:cacheprovider"],
         cwd=ROOT,
     ).returncode
     say(f"vLLM {environment.vllm}: status {status} after {time.monotonic() - started:.0f} s")
-    if not results.exists():
-        raise SetUpError(f"pytest did not run on vLLM {environment.vllm}")
-    return Column(environment, libraries(environment), scenarios(results), status == 0)
+    return status
+
+
+def results_of(environment: Environment, wheel: Path) -> bool:
+    """Whether this version was tested with this wheel."""
+    results = RESULTS / f"{environment.name}.xml"
+    return results.exists() and results.stat().st_mtime >= wheel.stat().st_mtime
+
+
+def column(environment: Environment) -> Column:
+    seen = scenarios(RESULTS / f"{environment.name}.xml")
+    return Column(environment.vllm, libraries(environment), seen)
 
 
 def scenarios(results: Path) -> dict[str, bool]:
@@ -89,7 +99,7 @@ def libraries(environment: Environment) -> dict[str, str]:
 
 def render(columns: list[Column]) -> str:
     """The table in Markdown."""
-    rows = [["", *(f"vLLM {each.environment.vllm}" for each in columns)]]
+    rows = [["", *(f"vLLM {each.vllm}" for each in columns)]]
     rows.append([":--", *(":-:" for _ in columns)])
     for name in dict.fromkeys(name for each in columns for name in each.scenarios):
         marks = {True: "passes", False: "**fails**", None: "not run"}
@@ -112,6 +122,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+        sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
     except SetUpError as error:
         sys.exit(f"\ncompat failed: {error}")

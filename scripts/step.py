@@ -6,10 +6,12 @@ repeat if it failed.
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def main(title: str, command: list[str]) -> int:
@@ -17,7 +19,7 @@ def main(title: str, command: list[str]) -> int:
     print(f"{bold}==> {title}{plain}", flush=True)
     started = time.monotonic()
     try:
-        status = subprocess.run(command).returncode
+        status = subprocess.run(command, env=environment()).returncode
     except FileNotFoundError:
         print(f"{command[0]}: no such program", file=sys.stderr)
         status = 127
@@ -33,6 +35,15 @@ def main(title: str, command: list[str]) -> int:
             flush=True,
         )
     return status
+
+
+def environment() -> dict[str, str]:
+    """What this process was given, with the tools of this clone's own environment found first.
+
+    A version manager's stand-in for Python puts its own programs before all others.
+    """
+    tools = Path(__file__).resolve().parents[1] / ".venv" / "bin"
+    return os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
 if __name__ == "__main__":
