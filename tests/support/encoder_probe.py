@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,30 @@ PROBE_FILE = "ECPOOL_PROBE_FILE"
 
 
 class EncoderProbe:
-    """Has no methods: naming it is what makes vLLM import this module in its workers."""
+    """Naming it is what makes vLLM import this module in its workers; the methods are calls that a
+    test can make there.
+    """
+
+    def hold_next_save(self, flag: str) -> int:
+        """Stop in the worker's next save, half of whose bytes are then copied, and make the file
+        `flag`. Goes on when that file is gone. Returns the worker's process id."""
+        from vllm.distributed.ec_transfer import get_ec_transfer
+
+        worker: Any = get_ec_transfer().connector_worker  # type: ignore[attr-defined]
+        save = worker._engine.save
+
+        def hold(items: Sequence[Any]) -> None:
+            for item in items:
+                content = item.tensor.contiguous().view(-1).numpy()
+                worker._region.write(item.extents, content[: len(content) // 2])
+            Path(flag).touch()
+            while Path(flag).exists():
+                time.sleep(0.05)
+            worker._engine.save = save
+            save(items)
+
+        worker._engine.save = hold
+        return os.getpid()
 
 
 @dataclass(frozen=True, slots=True)

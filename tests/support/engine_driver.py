@@ -76,6 +76,10 @@ class Driver:
 
         worker._engine.save = save
 
+    def hold_next_save(self, flag: str) -> list[int]:
+        """See `EncoderProbe.hold_next_save`; the workers' process ids."""
+        return list(self._llm.collective_rpc("hold_next_save", args=(flag,)))
+
     def has_cache_item(self, identifier: str) -> bool:
         """What the connector answers to vLLM's scheduler (in-process engines)."""
         return bool(self._scheduler().ec_connector.has_cache_item(identifier))
