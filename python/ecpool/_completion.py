@@ -98,7 +98,8 @@ class Completer:
     """A small thread that waits for batches in the order of their submission and reports each once.
 
     A batch counts as pending from `admit` until it was reported (`submit`) or given up (`retire`).
-    Every method may be called from any thread, but `drain` and `stop` not from ``on_done``.
+    Every method may be called from any thread. In the completer's own, where the garbage collector
+    may run somebody's finalizer, `drain` and `stop` do not wait.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Completer:
         self._pending = 0
         self._stopped = False
         self._thread: threading.Thread | None = None
+        self._finally: Callable[[], None] | None = None
 
     def admit(self) -> None:
         """Announce a batch. ClosedError after `stop`, RuntimeError if no thread can start."""
@@ -127,6 +129,7 @@ class Completer:
         with self._changed:
             self._pending -= 1
             self._changed.notify_all()
+            self._end_if_handed_over()
 
     def submit(self, batch: Batch) -> None:
         """Hand over an announced batch whose end event is recorded."""
@@ -135,19 +138,36 @@ class Completer:
     def drain(self, timeout: float | None) -> bool:
         """Wait until no batch is pending. False if some still are after ``timeout`` seconds."""
         with self._changed:
+            if self._thread is threading.current_thread():
+                return self._pending == 0
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
-    def stop(self, timeout: float | None) -> bool:
-        """Admit nothing more, drain, end the thread. False if copies are still under way."""
+    def stop(self, timeout: float | None, release: Callable[[], None]) -> bool:
+        """Admit nothing more, drain, end the thread, then call ``release``.
+
+        False, and nothing is released, if copies are still under way when the time is over. In the
+        completer's own thread this returns True at once, and the thread does the rest when it is
+        done with the pending batches.
+        """
         with self._changed:
             self._stopped = True
+            if self._thread is threading.current_thread():
+                self._finally = release
+                self._end_if_handed_over()
+                return True
         drained = self.drain(timeout)
         thread = self._thread
         if thread is not None:
             self._queue.put(None)
             if drained:
                 thread.join(timeout)
+        if drained:
+            release()
         return drained
+
+    def _end_if_handed_over(self) -> None:
+        if self._finally is not None and self._pending == 0:
+            self._queue.put(None)
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -162,6 +182,16 @@ class Completer:
             self._log.warning("the thread that waits for copies could not be set up", error)
         while (batch := self._queue.get()) is not None:
             self.finish(batch)
+            del batch  # not kept alive while waiting for the next one
+        release, self._finally = self._finally, None
+        if release is not None:
+            self._release(release)
+
+    def _release(self, release: Callable[[], None]) -> None:
+        try:
+            release()
+        except Exception as error:
+            self._log.warning("the memory of copies could not be let go", error)
 
     def finish(self, batch: Batch) -> None:
         """Wait for one batch, report it, and rest its lane."""

@@ -15,7 +15,7 @@ import torch
 from ecpool._native import DTYPES, EmbeddingCache, Region, Transfer
 from ecpool.errors import ClosedError, InvalidArgumentError
 from ecpool.sizes import format_size, parse_size
-from ecpool.transfer import LoadItem, SaveItem, TransferEngine
+from ecpool.transfer import LoadItem, SaveItem, TransferEngine, dtype_of
 
 __all__ = ["Pool"]
 
@@ -331,12 +331,16 @@ class Pool:
     def _claim(self, key: str, lease: Transfer) -> LoadItem | None:
         """Turn a lease into a load that may be copied; None if the bytes may not be used."""
         try:
+            dtype = dtype_of(lease.dtype)
+            if dtype is None:
+                # Stored without one, as `EmbeddingCache.alloc` does, or by a newer torch.
+                self._cache.end_leases([lease.id])
+                return None
             if not self._may_read(lease):
                 return None
             self._cache.dispatch_loads([lease.id], ranks=_RANKS)
             if self._cache.claim_loads(_RANK, [lease.id]) != ["claimed"]:
                 return None
-            dtype = getattr(torch, lease.dtype)
             return LoadItem(key, lease.id, lease.extents, lease.shape, dtype)
         except BaseException:
             self._cache.complete(_RANK, [lease.id], ok=False)

@@ -38,7 +38,7 @@ from ecpool.errors import ClosedError, EcpoolError, InvalidArgumentError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["HostRegion", "LoadItem", "SaveItem", "TransferEngine", "TransferError"]
+__all__ = ["HostRegion", "LoadItem", "SaveItem", "TransferEngine", "TransferError", "dtype_of"]
 
 Extents = Sequence[tuple[int, int]]
 
@@ -82,6 +82,12 @@ class SaveItem:
     id: int
     extents: tuple[tuple[int, int], ...]
     tensor: torch.Tensor
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The element type of this name without ``torch.``; None if this torch has none such."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 class TransferError(EcpoolError, RuntimeError):
@@ -188,7 +194,9 @@ class TransferEngine:
     def close(self) -> None:
         """Wait up to a minute for copies under way, then unregister the memory. Idempotent.
 
-        Memory that a device may still be writing to is left registered, and mapped.
+        Memory that a device may still be writing to is left registered, and mapped. In the engine's
+        own thread, where the garbage collector may end an engine, nothing is waited for: that
+        thread unregisters the memory after the last copy.
         """
         self._closed = True
         self._release()
@@ -285,10 +293,11 @@ class _DeviceCopies:
         return self._completer.drain(timeout)
 
     def close(self, timeout: float) -> bool:
-        drained = self._completer.stop(timeout)
-        if drained:
-            self._registration.release()
-        return drained
+        return self._completer.stop(timeout, self._unregister)
+
+    def _unregister(self) -> None:
+        # A method of this object, so that the memory stays mapped until it has run.
+        self._registration.release()
 
     def save(self, items: Sequence[SaveItem]) -> None:
         outcome = _Outcome(items)

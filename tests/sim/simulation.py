@@ -92,6 +92,7 @@ class Simulation:
 
     def _connector(self, role: ECConnectorRole, half: Any) -> Any:
         """vLLM's connector object with this half in it."""
+        half._settler.close()  # its thread would act by the real clock
         name = "ECCPUScheduler" if role == ECConnectorRole.SCHEDULER else "ECCPUWorker"
         module = scheduler_module if role == ECConnectorRole.SCHEDULER else worker_module
         with patch.object(module, name, lambda config: half):

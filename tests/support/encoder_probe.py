@@ -30,7 +30,7 @@ class EncoderProbe:
         `flag`. Goes on when that file is gone. Returns the worker's process id."""
         from vllm.distributed.ec_transfer import get_ec_transfer
 
-        worker: Any = get_ec_transfer().connector_worker  # type: ignore[attr-defined]
+        worker: Any = get_ec_transfer().connector_worker
         save = worker._engine.save
 
         def hold(items: Sequence[Any]) -> None:

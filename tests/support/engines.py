@@ -253,7 +253,8 @@ class EngineProcess(_Subprocess):
             code = self._wait(STOP_SECONDS)
             raise self.failure(f"the engine died during {name!r} (exit status {code})") from error
         if status == "error":
-            raise EngineError(result)
+            # What went wrong in another process is in the log alone.
+            raise EngineError(result) if self.config.in_process else self.failure(result)
         return result
 
 
@@ -405,8 +406,8 @@ def _remove_channels(since: float) -> None:
     since: seconds of the epoch; what is older, or in somebody's memory map, is not ours to remove.
     """
     shared = Path("/dev/shm")
-    kinds = ("vllm_dist_*", "psm_*", "sem.mp-*")
-    made = [path for kind in kinds for path in shared.glob(kind)]
+    # Not semaphores: a map shows another name of theirs, so nobody can tell whether one is in use.
+    made = [*shared.glob("vllm_dist_*"), *shared.glob("psm_*")]
     with contextlib.suppress(FileNotFoundError):
         young = [path for path in made if path.stat().st_ctime >= since]
         used = [path for path in young if any(str(path) in maps for maps in _memory_maps())]

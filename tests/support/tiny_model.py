@@ -89,7 +89,7 @@ DEMO = ModelSpec(
     hidden_size=512,
     text_layers=2,
     vision_hidden_size=512,
-    vision_layers=6,
+    vision_layers=4,
     max_image_tokens=256,
 )
 SPECS = {spec.name: spec for spec in (TINY, DEMO)}

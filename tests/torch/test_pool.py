@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ecpool
 from ecpool.errors import ClosedError, InvalidArgumentError, RegionError
 from ecpool.pool import Pool
-from ecpool.transfer import TransferEngine, TransferError
+from ecpool.transfer import TransferEngine, TransferError, dtype_of
 from support.sim_accelerator import Order, SimAccelerator
 
 
@@ -495,3 +495,28 @@ def test_closing_a_device_pool_unregisters_its_memory(device_pool: SimulatedPool
     device_pool.put("k", device_pool.tensor(1), wait=False)
     device_pool.close()
     assert device_pool.sim.registered == {}
+
+
+def test_what_has_no_element_type_is_a_miss(pool: Pool) -> None:
+    pool._cache.alloc("raw", 1)
+    pool._cache.mark_ready("raw")
+    assert "raw" in pool
+    assert pool.get("raw") is None
+    assert healthy(pool)
+
+
+def test_an_element_type_that_this_torch_lacks_is_a_miss(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.put("k", torch.ones(3, dtype=torch.int16))
+    with monkeypatch.context() as older:
+        older.delattr(torch, "int16")
+        assert pool.get("k") is None
+        assert healthy(pool)
+    assert same(pool.get("k"), torch.ones(3, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("name", ["", "nn", "empty", "float33", "torch.float32"])
+def test_other_names_are_no_element_types(name: str) -> None:
+    assert dtype_of(name) is None
+    assert dtype_of("bfloat16") is torch.bfloat16

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -450,4 +453,69 @@ def test_an_engine_that_is_dropped_unclosed_lets_go() -> None:
     bench.engine.register()
     sim = bench.sim
     del bench
+    assert sim.registered == {}
+
+
+def test_an_engine_whose_end_comes_in_its_own_thread_does_not_wait_for_itself() -> None:
+    sim = SimAccelerator()
+    region = StandInRegion(num_blocks=64, block_size=BLOCK)
+    dropped = threading.Event()
+    reports: list[int] = []
+
+    def on_done(ids: list[int], ok: bool) -> None:
+        if ids == [1]:
+            assert dropped.wait(30)
+            gc.collect()
+        reports.extend(ids if ok else [])
+
+    engine = TransferEngine(region, torch.device("cpu"), on_done=on_done, accelerator=sim)
+    engine.register()
+    assert sim.registered
+    # Only the garbage collector finds it.
+    ring: list[object] = [engine]
+    ring.append(ring)
+    ended = weakref.ref(engine)
+    gc.disable()
+    try:
+        # The collector comes while the second is still to be copied.
+        for id in (1, 2):
+            tensor = sim.empty((BLOCK,), torch.uint8)
+            sim.launch(lambda raw, value=id: raw.fill_(value), tensor)
+            engine.save([save(id, id, tensor)])
+        (thread,) = [each for each in threading.enumerate() if each.name == "ecpool-copies"]
+        del engine, ring
+        began = time.monotonic()
+        dropped.set()
+        thread.join(30)
+    finally:
+        gc.enable()
+    assert ended() is None
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 10
+    assert reports == [1, 2]
+    assert region.item(((2, 1),), BLOCK) == bytes([2]) * BLOCK
+    assert sim.registered == {}
+
+
+@pytest.mark.parametrize("call", ["drain", "close"])
+def test_a_report_that_calls_its_engine_is_no_deadlock(call: str) -> None:
+    sim = SimAccelerator()
+    region = StandInRegion(num_blocks=4, block_size=BLOCK)
+    answers: list[object] = []
+    engine = TransferEngine(
+        region,
+        torch.device("cpu"),
+        on_done=lambda _ids, _ok: answers.append(getattr(engine, call)()),
+        accelerator=sim,
+    )
+    engine.register()
+    engine.save([save(1, 1, sim.empty((BLOCK,), torch.uint8))])
+    for thread in threading.enumerate():
+        if thread.name == "ecpool-copies" and call == "close":
+            thread.join(30)
+            assert not thread.is_alive()
+    if call == "drain":
+        assert engine.drain(30)
+    engine.close()
+    assert answers == [False if call == "drain" else None]
     assert sim.registered == {}

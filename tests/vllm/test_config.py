@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +216,8 @@ class TestIdentity:
             ("dtype", torch.bfloat16),
             ("quantization", "fp8"),
             ("hf_overrides", {"vision_config": {"depth": 2}}),
+            ("code_revision", "abc"),
+            ("hf_config_path", "other/config"),
         ],
     )
     def test_other_encoders_have_other_namespaces(self, name: str, value: object) -> None:
@@ -222,6 +225,95 @@ class TestIdentity:
         before = namespace_of(config)
         setattr(config.model_config, name, value)
         assert namespace_of(config) != before
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"mm_processor_kwargs": {"max_pixels": 50176}},
+            {"mm_processor_kwargs": {"images_kwargs": {"device": "cuda"}}},
+            {"media_io_kwargs": {"video": {"num_frames": 8}}},
+            {"media_io_kwargs": {"video": {"backend": "torchcodec"}}},
+            {"video_pruning_rate": 0.5},
+        ],
+    )
+    def test_other_preprocessing_makes_other_namespaces(self, given: dict[str, object]) -> None:
+        config = engine_config()
+        before = namespace_of(config)
+        for name, value in given.items():
+            setattr(config.model_config.multimodal_config, name, value)
+        assert namespace_of(config) != before
+
+    def test_the_order_of_settings_does_not_matter(self) -> None:
+        one, two = engine_config(), engine_config()
+        kwargs = {"min_pixels": 1, "max_pixels": 2}
+        one.model_config.multimodal_config.mm_processor_kwargs = kwargs
+        two.model_config.multimodal_config.mm_processor_kwargs = dict(reversed(kwargs.items()))
+        assert namespace_of(one) == namespace_of(two)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("mm_processor_kwargs", {}),
+            ("media_io_kwargs", {"video": {}}),
+            ("video_pruning_rate", 0.0),
+            ("video_pruning_method", "evs"),
+        ],
+    )
+    def test_settings_that_say_nothing_are_as_none(self, name: str, value: object) -> None:
+        config = engine_config()
+        before = namespace_of(config)
+        setattr(config.model_config.multimodal_config, name, value)
+        assert namespace_of(config) == before
+
+    def test_pruning_methods_are_told_apart(self) -> None:
+        config = engine_config()
+        settings = config.model_config.multimodal_config
+        settings.video_pruning_rate = 0.5
+        found = set()
+        for settings.video_pruning_method in ("evs", "other"):
+            found.add(namespace_of(config))
+        assert len(found) == 2
+
+    def test_text_models_and_the_models_own_configuration(self) -> None:
+        config = engine_config()
+        before = namespace_of(config)
+        config.model_config.hf_config_path = config.model_config.model
+        config.model_config.multimodal_config = None
+        assert namespace_of(config) == before
+
+    @pytest.mark.parametrize("kwargs", [None, {"max_pixels": 50176}])
+    @pytest.mark.parametrize("media", [{}, {"video": {"num_frames": 8}}])
+    def test_a_producer_for_which_vllm_chooses_devices_agrees_with_its_consumers(
+        self, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, int] | None, media: dict[str, Any]
+    ) -> None:
+        vllm_config = pytest.importorskip("vllm.config").VllmConfig
+        if not hasattr(vllm_config, "_resolve_mm_video_decode_device"):
+            pytest.skip("this vLLM chooses no devices")
+        from vllm import platforms
+        from vllm.utils import import_utils
+
+        monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(device_type="cuda"))
+        monkeypatch.setattr(import_utils, "check_torchcodec_available", lambda: None)
+        given, names = [], []
+        for role in ("ec_producer", "ec_consumer", "ec_both"):
+            config = engine_config(role)
+            config.ec_transfer_config.is_encode_only = role == "ec_producer"
+            settings = config.model_config.multimodal_config
+            settings.mm_processor_kwargs = kwargs
+            settings.media_io_kwargs = copy.deepcopy(media)
+            settings.mm_tensor_ipc = "torch_shm"
+            settings.get_mm_processor_device_type = lambda settings=settings: (
+                settings.mm_processor_kwargs or {}
+            ).get("device")
+            vllm_config._resolve_mm_processor_device(config)
+            vllm_config._resolve_mm_video_decode_device(config)
+            given.append((settings.mm_processor_kwargs, settings.media_io_kwargs))
+            names.append(namespace_of(config))
+        # vLLM did change them, or this shows nothing.
+        assert given[0][0] == {**(kwargs or {}), "device": "cuda"}
+        assert given[0][1]["video"]["backend"] == "torchcodec"
+        assert given[1:] == [(kwargs, media)] * 2
+        assert len(set(names)) == 1
 
     def test_people_can_read_a_namespace(self) -> None:
         config = engine_config()

@@ -22,6 +22,19 @@ from ecpool.vllm.scheduler import ECCPUScheduler
 from ecpool.vllm.worker import ECCPUWorker
 
 
+class Failing:
+    """An object of which one method raises."""
+
+    def __init__(self, inner: Any, method: str) -> None:
+        self._inner = inner
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            raise OSError("broken for a test")
+        return getattr(self._inner, name)
+
+
 @pytest.fixture
 def host() -> Iterator[Host]:
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ecpool-test-"))
@@ -307,6 +320,26 @@ class TestPersistence:
         assert two.made_by("a") == {2.0}
         assert two.serve(*PICTURES) == []
         assert two.scheduler._cache.check() == []
+
+    @pytest.mark.parametrize("part", ["checksum", "confirm"])
+    def test_a_comparison_that_fails_leaves_no_hold(self, host: Host, part: str) -> None:
+        one = host.engine(persist=True)
+        one.serve(*PICTURES)
+        one.stop()
+        two = host.engine(persist=True)
+        scheduler = two.scheduler
+        owner = "_region" if part == "checksum" else "_cache"
+        whole = getattr(scheduler, owner)
+        setattr(scheduler, owner, Failing(whole, part))
+        made = request(*PICTURES)
+        scheduler.ensure_cache_available(made, 0)
+        for _ in range(20):
+            assert not scheduler.has_cache_item("a")
+            assert scheduler._cache.stats()["holds"] == 0
+        assert scheduler.boundary.failures["lease"] == 20
+        setattr(scheduler, owner, whole)
+        assert two.serve(*PICTURES) == []
+        assert two.made_by("a") == {1.0}
 
     def test_a_producer_stores_damaged_items_anew(self, host: Host) -> None:
         one = host.engine("ec_producer", persist=True)

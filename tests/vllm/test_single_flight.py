@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model.fakes import Clock
 
+from ecpool.errors import PoolBusyError
 from ecpool.vllm.single_flight import BLIND_FOR, LOOK_EVERY, MOST_ITEMS, SingleFlight
 
 LIMIT = 0.05
@@ -188,6 +189,50 @@ def test_a_look_that_fails_is_not_made_again_at_once(world: World) -> None:
     world.elsewhere.keys.add("a")
     world.clock.pass_by(BLIND_FOR)
     assert not world.asks(request("a", name="later"))
+
+
+def test_a_busy_lock_costs_one_look_and_holds_nobody_back(world: World) -> None:
+    elsewhere = world.elsewhere
+    elsewhere.keys |= {f"{number}-{item}" for number in range(64) for item in range(4)}
+    waits_for_the_lock = 0.02
+
+    def busy(key: str) -> bool:
+        elsewhere.looks += 1
+        world.clock.pass_by(waits_for_the_lock)
+        raise PoolBusyError
+
+    flight = SingleFlight(busy, LIMIT, world.clock, world.counts)
+    requests = [
+        request(*(f"{number}-{item}" for item in range(4)), name=f"{number}")
+        for number in range(64)
+    ]
+    began = world.clock.now
+    for _ in range(10):
+        assert all(flight.lets_go(each, 0) for each in requests)
+    assert elsewhere.looks == 1
+    assert world.clock.now - began == pytest.approx(waits_for_the_lock)
+    assert not world.counts
+    # The pause counts from when the look was over.
+    world.clock.pass_by(BLIND_FOR - 0.001)
+    assert flight.lets_go(requests[1], 0)
+    assert elsewhere.looks == 1
+    world.clock.pass_by(0.002)
+    assert flight.lets_go(requests[1], 0)
+    assert elsewhere.looks == 2
+
+
+def test_a_look_stops_where_the_lock_is_not_had(world: World) -> None:
+    looks: list[str] = []
+
+    def half(key: str) -> bool:
+        looks.append(key)
+        if key == "b":
+            raise PoolBusyError
+        return True
+
+    flight = SingleFlight(half, LIMIT, world.clock, world.counts)
+    assert flight.lets_go(request("a", "b", "c"), 0)
+    assert looks == ["a", "b"]
 
 
 def test_a_finished_request_is_forgotten(world: World) -> None:

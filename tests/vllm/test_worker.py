@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,44 @@ import torch
 from model.fakes import WIDTH, Item, engine_config, request
 from model.rig import Rig, output
 
+from ecpool.errors import PoolBusyError
+from ecpool.vllm.boundary import Boundary
+from ecpool.vllm.giveback import Settler
+from ecpool.vllm.metadata import ECPoolMetadata
 from ecpool.vllm.ranks import Place, place_of_worker
 
 Make = Callable[..., Rig]
+
+LOGGER = logging.getLogger("vllm.ecpool.test")
+
+
+class Lagging:
+    """Of a cache what a `Settler` uses; its lock is not free so many times."""
+
+    def __init__(self, busy: int) -> None:
+        self.busy = busy
+        self.put_off = 0
+        self.attempts = 0
+        self.done = threading.Event()
+        self._timeouts = 0
+
+    def counters(self) -> dict[str, int]:
+        return {"deferred": self.put_off, "lock_timeouts": self._timeouts}
+
+    def unclaimed(self, ids: Sequence[int]) -> list[int]:
+        self.attempts += 1
+        if self.busy > 0:
+            self.busy -= 1
+            self._timeouts += 1
+            if self.busy % 2:
+                raise PoolBusyError
+        else:
+            self.done.set()
+        return list(ids)
+
+
+def settlers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "ecpool-settler"]
 
 
 class TestBytes:
@@ -216,6 +253,96 @@ class TestCallsOutOfOrder:
             rig.workers[0].shutdown()
         assert rig.cache.get("x") is None
         rig.run(rig.engine.step(request(Item("y"))), came={"y": torch.zeros(1, WIDTH)})
+
+
+class TestUnknownElementTypes:
+    @pytest.mark.parametrize("dtype", ["", "float33", "nn"])
+    def test_only_that_item_is_lost(self, make_rig: Make, dtype: str) -> None:
+        rig = make_rig()
+        items = [Item("a"), Item("b")]
+        came = rig.serve(*items)
+        rig.encoder_caches[0].clear()
+        step = rig.engine.step(request(*items))
+        loads = step.metadata.loads
+        step.metadata = ECPoolMetadata([loads[0]._replace(dtype=dtype), loads[1]])
+        rig.run(step)
+        assert list(rig.encoder_caches[0]) == ["b"]
+        assert torch.equal(rig.encoder_caches[0]["b"], came["b"])
+        assert rig.workers[0].counts["loads_lost"] == 1
+        assert rig.workers[0].counts["loads"] == 1
+        assert not rig.cache.has_held_entries()
+
+
+class TestPutOff:
+    """What the cache puts off is done though no step follows."""
+
+    def test_a_worker_that_is_given_nothing_more(self, make_rig: Make) -> None:
+        rig = make_rig()
+        worker = rig.workers[0]
+        lagging = Lagging(busy=3)
+        worker._settler = Settler(lagging, worker.boundary, after=0.001)
+        lagging.put_off = 1
+        rig.serve(Item("x"))
+        assert lagging.done.wait(10)
+        worker.shutdown()
+        assert settlers() == []
+
+    def test_a_scheduler_that_has_no_steps(self, make_rig: Make) -> None:
+        rig = make_rig()
+        scheduler = rig.engine.scheduler
+        lagging = Lagging(busy=3)
+        scheduler._settler = Settler(lagging, scheduler.boundary, after=0.001)
+        lagging.put_off = 1
+        rig.serve(Item("x"))
+        assert lagging.done.wait(10)
+        scheduler.shutdown()
+        assert settlers() == []
+
+    def test_nothing_is_begun_where_nothing_was_put_off(self) -> None:
+        lagging = Lagging(busy=0)
+        settler = Settler(lagging, Boundary(LOGGER), after=0.001)
+        settler.settle()
+        settler.watch()
+        assert settlers() == []
+        assert lagging.attempts == 0
+
+    def test_one_thread_that_ends_and_begins_again(self) -> None:
+        lagging = Lagging(busy=2)
+        settler = Settler(lagging, Boundary(LOGGER), after=0.02)
+        for round in (1, 2):
+            lagging.put_off = round
+            for _ in range(10):
+                settler.watch()
+            assert len(settlers()) == 1
+            assert lagging.done.wait(10)
+            for thread in settlers():
+                thread.join(10)
+            assert settlers() == []
+            lagging.done.clear()
+        settler.close()
+        lagging.put_off = 3
+        settler.watch()
+        assert settlers() == []
+
+    def test_it_ends_with_an_owner_that_was_dropped(self) -> None:
+        lagging = Lagging(busy=10**9)
+        settler = Settler(lagging, Boundary(LOGGER), after=0.001)
+        lagging.put_off = 1
+        settler.watch()
+        (thread,) = settlers()
+        del settler
+        thread.join(10)
+        assert not thread.is_alive()
+
+    def test_closing_does_not_wait_for_the_next_try(self) -> None:
+        lagging = Lagging(busy=0)
+        settler = Settler(lagging, Boundary(LOGGER), after=1000.0)
+        lagging.put_off = 1
+        settler.watch()
+        (thread,) = settlers()
+        settler.close()
+        assert not thread.is_alive()
+        assert lagging.attempts == 0
 
 
 class TestSteps:

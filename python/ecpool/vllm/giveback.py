@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ecpool.errors import PoolBusyError
 from ecpool.vllm.boundary import Boundary, is_containable
 
 if TYPE_CHECKING:
     from ecpool import EmbeddingCache
 
 ATTEMPTS = 1000
+SETTLE_AFTER = 0.05  # seconds after which an idle engine does what was put off
+_JOIN_TIMEOUT = 1.0  # seconds; more than a call waits for the pool's lock
 
 
 @dataclass(slots=True)
@@ -54,27 +59,100 @@ class GiveBack:
 
 
 class Settler:
-    """Does with a later step what the native cache put off because its lock was not free.
+    """Does later what the native cache put off because its lock was not free.
 
-    The cache does so itself with its next call, but where everything is held back there may be no
-    such call: a worker that is given nothing to copy makes none. Where nothing was put off this
-    takes no lock.
+    The cache does so itself with its next call, but there may be no such call: a worker that is
+    given nothing to copy makes none, and an idle engine has no steps at all. So it is done with the
+    next step, or by a thread that lives only while something is put off. Where nothing was put off
+    this takes no lock. Thread-safe.
     """
 
-    def __init__(self, cache: EmbeddingCache, boundary: Boundary) -> None:
+    def __init__(
+        self, cache: EmbeddingCache, boundary: Boundary, *, after: float = SETTLE_AFTER
+    ) -> None:
         self._cache = cache
         self._boundary = boundary
         self._settled = 0
+        self._alarm = _Alarm(after)
+        # Also before the interpreter ends: no thread may be in the native module then.
+        self._stop = weakref.finalize(self, self._alarm.stop)
 
     def settle(self) -> None:
         """Once in every step."""
-        self._boundary.call(None, self._settle)
+        self._boundary.call(False, self._settle)
 
-    def _settle(self) -> None:
+    def watch(self) -> None:
+        """After calls that may have put something off and that none may follow."""
+        self._boundary.call(None, self._watch)
+
+    def close(self) -> None:
+        """Nothing is done any more. Waits for the thread, unless called in it."""
+        self._stop()
+
+    def _watch(self) -> None:
+        if self._cache.counters().get("deferred", 0) == self._settled:
+            return
+        this = weakref.ref(self)
+
+        def again() -> bool:
+            settler = this()
+            return settler is not None and settler._boundary.call(False, settler._settle)
+
+        self._alarm.arm(again)
+
+    def _settle(self) -> bool:
+        """Whether something is still put off."""
         before = self._cache.counters()
         put_off = before.get("deferred", 0)
         if put_off == self._settled:
-            return
-        self._cache.unclaimed(())  # any call that gets the lock does what was put off first
-        if self._cache.counters().get("lock_timeouts", 0) == before.get("lock_timeouts", 0):
-            self._settled = put_off
+            return False
+        try:
+            self._cache.unclaimed(())  # any call that gets the lock does what was put off first
+        except PoolBusyError:
+            return True
+        if self._cache.counters().get("lock_timeouts", 0) != before.get("lock_timeouts", 0):
+            return True
+        self._settled = put_off
+        return False
+
+
+class _Alarm:
+    """Calls a function every ``after`` seconds until it answers False, in a thread of which there
+    is one at most."""
+
+    def __init__(self, after: float) -> None:
+        self._after = after
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._armed_again = False
+
+    def arm(self, again: Callable[[], bool]) -> None:
+        """Begin, unless it has begun. Raises RuntimeError if no thread can start."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            if self._thread is not None:
+                self._armed_again = True
+                return
+            thread = threading.Thread(
+                target=self._run, args=(again,), name="ecpool-settler", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+    def stop(self) -> None:
+        """For good. Takes no lock, since the garbage collector may call it anywhere."""
+        self._over.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_TIMEOUT)
+
+    def _run(self, again: Callable[[], bool]) -> None:
+        while not self._over.wait(self._after):
+            goes_on = again()
+            with self._lock:
+                if not (goes_on or self._armed_again):
+                    self._thread = None
+                    return
+                self._armed_again = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,8 @@ def _parts(vllm_config: Any) -> dict[str, Any]:
         "quantization": _text(getattr(model, "quantization", None)),
         "overrides": _text(getattr(model, "hf_overrides", None) or None),
         "adapters": _adapters(getattr(vllm_config, "lora_config", None)),
+        **_code_and_config(model),
+        **_preprocessing(getattr(model, "multimodal_config", None)),
         "vllm": _vllm_version(),
         **_random_weights(vllm_config),
     }
@@ -130,6 +133,44 @@ def _adapters(lora_config: Any) -> str | None:
         return None
     tower = bool(getattr(lora_config, "enable_tower_connector_lora", False))
     return _text({"tower": tower, "default": getattr(lora_config, "default_mm_loras", None)})
+
+
+def _code_and_config(model: Any) -> dict[str, str | None]:
+    """Where the model's code and its configuration come from, if not with its weights."""
+    path = getattr(model, "hf_config_path", None)
+    return {
+        "code_revision": _text(getattr(model, "code_revision", None)),
+        "config_path": None if path == model.model else _text(path),
+    }
+
+
+def _preprocessing(multimodal: Any) -> dict[str, str | None]:
+    """What the engine's settings do to items on their way to the encoder.
+
+    vLLM's keys tell of the arguments that came with a request, not of these.
+    """
+    rate = getattr(multimodal, "video_pruning_rate", None)
+    method = getattr(multimodal, "video_pruning_method", None)
+    return {
+        "processor": _text(_processor_arguments(getattr(multimodal, "mm_processor_kwargs", None))),
+        "media": _text(_media_arguments(getattr(multimodal, "media_io_kwargs", None))),
+        "video_pruning": _text([rate, method]) if rate else None,
+    }
+
+
+def _processor_arguments(given: Mapping[str, object] | None) -> dict[str, object] | None:
+    """Without the device: vLLM chooses one for engines that only encode, and no other engine may
+    have it, so engines of the same settings would never agree."""
+    return {name: each for name, each in (given or {}).items() if name != "device"} or None
+
+
+def _media_arguments(given: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """Without the video decoder that vLLM chooses along with the processor's device."""
+    found = {kind: dict(each or {}) for kind, each in (given or {}).items()}
+    video = found.get("video", {})
+    if (video.get("backend"), video.get("device")) == ("torchcodec", "cuda"):
+        del video["backend"], video["device"]
+    return {kind: each for kind, each in found.items() if each} or None
 
 
 def _random_weights(vllm_config: Any) -> dict[str, str]:

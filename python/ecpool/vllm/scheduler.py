@@ -184,14 +184,22 @@ class ECCPUScheduler:
         )
         if lease is None or lease.unverified is None:
             return lease
-        # It is from before a time in which nobody had the pool.
+        try:
+            return lease if self._verify(lease) else None
+        except BaseException:
+            # vLLM asks again in the next step: each time a lease would be left.
+            self._give_back(self._cache.end_leases, [lease.id])
+            raise
+
+    def _verify(self, lease: Transfer) -> bool:
+        """Whether bytes are as they were stored, before a time in which nobody had the pool."""
         region = self._region
         fits = (
             region is not None and region.checksum(lease.extents, lease.nbytes) == lease.unverified
         )
         self._cache.confirm(lease.id, fits=fits)
         self.counts["verified" if fits else "corrupted"] += 1
-        return lease if fits else None
+        return fits
 
     def _drop(self, key: str) -> None:
         """Forget what is stored: nothing has 0 rows, so this finds a mismatch, which goes."""
@@ -299,6 +307,7 @@ class ECCPUScheduler:
         self.counts["saves"] += len(saves)
         self._end_step()
         part(None, self._summary.tick, self._summary_numbers)
+        self._settler.watch()
         return ECPoolMetadata(loads, saves)
 
     def _end_step(self) -> None:
@@ -426,6 +435,7 @@ class ECCPUScheduler:
             self._give_back(self._cache.finish_loads, [int(each) for each in drained])
         self._end_step()
         self._summary.last(self._summary_numbers)
+        self._settler.close()
         if self._region is not None:
             self.boundary.call(None, self._region.close)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ecpool.errors import PoolBusyError
+
 LOOK_EVERY = 1e-3  # seconds for which an answer stands
 BLIND_FOR = 0.1  # seconds without a look after one that failed: the pool's lock may be stuck
 MOST_ITEMS = 32  # that one look is about; those behind them are far from being needed
@@ -39,9 +41,9 @@ class SingleFlight:
     on for good, so two engines that wait for each other part again. Nothing is ever waited for that
     this engine writes itself.
 
-    ``is_written_elsewhere`` tells whether another living client writes an item of this key. What it
-    raises goes on to the caller, who lets the request go. Not thread-safe: vLLM's scheduler has one
-    thread.
+    ``is_written_elsewhere`` tells whether another living client writes an item of this key. Where
+    it raises PoolBusyError the request goes; what else it raises goes on to the caller, who lets
+    the request go too. Not thread-safe: vLLM's scheduler has one thread.
     """
 
     def __init__(
@@ -106,8 +108,11 @@ class SingleFlight:
         try:
             # All are looked at, so that the times of several run side by side.
             waits = [self._waits_for(state, each.identifier, now) for each in next_ones]
-        except BaseException:
-            self._blind_until = now + BLIND_FOR
+        except BaseException as error:
+            # From now, since the look itself has taken as long as one waits for the lock.
+            self._blind_until = self._clock() + BLIND_FOR
+            if isinstance(error, PoolBusyError):
+                return True
             raise
         return not any(waits)
 

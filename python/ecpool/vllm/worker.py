@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ecpool.transfer import LoadItem, SaveItem, TransferEngine, TransferError
+from ecpool.transfer import LoadItem, SaveItem, TransferEngine, TransferError, dtype_of
 from ecpool.vllm.boundary import Boundary, is_containable
 from ecpool.vllm.config import PoolConfig, pool_config
 from ecpool.vllm.giveback import Settler
@@ -161,6 +161,7 @@ class ECCPUWorker:
         left = [each.id for each in self._announced.values()]
         self._loads, self._announced, self._outputs, self._encoder_cache = [], {}, {}, {}
         self._resolve(left)
+        self._settler.watch()
 
     # Loads.
 
@@ -182,15 +183,12 @@ class ECCPUWorker:
         return [load for load, outcome in told if outcome in ("claimed", "untold")]
 
     def _load(self, encoder_cache: EncoderCache, loads: list[Load]) -> None:
-        if not loads:
+        items = [item for each in loads if (item := self._load_item(each)) is not None]
+        if not items:
             return
         try:
-            items = [
-                LoadItem(each.key, each.id, each.extents, each.shape, getattr(torch, each.dtype))
-                for each in loads
-            ]
             encoder_cache.update(self._engine.load(items))
-            self.counts["loads"] += len(loads)
+            self.counts["loads"] += len(items)
         except TransferError as error:
             encoder_cache.update(error.loaded)
             self.counts["loads"] += len(error.loaded)
@@ -199,9 +197,17 @@ class ECCPUWorker:
         except BaseException as error:
             if not is_containable(error):
                 raise
-            self._complete([each.id for each in loads], False)
-            for each in loads:
+            self._complete([each.id for each in items], False)
+            for each in items:
                 self._lost(each.key, "the copy failed", error)
+
+    def _load_item(self, load: Load) -> LoadItem | None:
+        dtype = dtype_of(load.dtype)
+        if dtype is None:
+            self._complete([load.id], False)
+            self._lost(load.key, f"this torch knows no element type {load.dtype!r}", None)
+            return None
+        return LoadItem(load.key, load.id, load.extents, load.shape, dtype)
 
     def _lost(self, key: str, why: str, error: BaseException | None) -> None:
         """A promise is broken. vLLM fails by itself if this step needs the item."""
@@ -285,6 +291,7 @@ class ECCPUWorker:
         """Tell the index that copies are over. By steps, the scheduler says when they are done."""
         if ids and not (ok and self._config.completion == "steps"):
             self.boundary.call(None, self._tell, ids, ok)
+            self._settler.watch()
 
     def _tell(self, ids: list[int], ok: bool) -> None:
         self._cache.complete(self._place.rank, ids, ok=ok)
@@ -303,6 +310,7 @@ class ECCPUWorker:
         self._closed = True
         self.boundary.call(False, self._engine.drain, DRAIN_TIMEOUT)
         self.boundary.call(None, self._engine.close)
+        self._settler.close()
         if self._region is not None:
             self.boundary.call(None, self._region.close)
 
