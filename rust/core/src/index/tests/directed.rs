@@ -271,15 +271,8 @@ fn when_every_namespace_has_entries_the_one_used_longest_ago_makes_room_for_a_ne
             let namespace = index.namespace(row).unwrap();
             let digest = [number, number, 1, 1];
             let key = "key";
-            let request = crate::index::SaveRequest {
-                key,
-                digest,
-                rows: 0,
-                row_bytes: 0,
-                modality: 0,
-                participants: 0,
-                owner,
-            };
+            let request =
+                crate::index::SaveRequest { key, digest, rows: 0, row_bytes: 0, modality: 0, participants: 0, owner };
             assert!(matches!(index.alloc(&request, &namespace, 1).unwrap(), BeginSave::Begun(_)));
             index.mark_ready(&digest, &namespace, owner).unwrap().unwrap();
             (row, namespace, digest)
@@ -297,8 +290,7 @@ fn when_every_namespace_has_entries_the_one_used_longest_ago_makes_room_for_a_ne
 #[test]
 fn an_entry_whose_description_contradicts_itself_is_never_promised() {
     type Damage = fn(&mut crate::index::records::Details);
-    let damages: [Damage; 4] =
-        [|d| d.shape[1] = 1 << 40, |d| d.dtype = 99, |d| d.ndim = 200, |d| d.nbytes += 1];
+    let damages: [Damage; 4] = [|d| d.shape[1] = 1 << 40, |d| d.dtype = 99, |d| d.ndim = 200, |d| d.nbytes += 1];
     for damage in damages {
         let mut harness = Harness::new();
         save_ready(&mut harness, 1, 2);
