@@ -13,8 +13,8 @@ use crate::dtype;
 use crate::error::{Error, Result};
 use crate::geometry::MAX_NAMESPACES;
 use crate::index::{
-    BeginSave, Checked, ClaimOutcome, EntryHandle, EntryInfo, Expected, Index, NamespaceKey, NamespaceRef, SaveRequest,
-    SaveShape, SaveSkip, TransferId, Unfit,
+    BeginSave, Checked, ClaimOutcome, EntryHandle, EntryInfo, EntryPlace, Expected, Index, NamespaceKey, NamespaceRef,
+    SaveRequest, SaveShape, SaveSkip, TransferId, Unfit,
 };
 use crate::memo;
 
@@ -100,14 +100,14 @@ impl EmbeddingCache {
             Some(namespace) => operation(index, &namespace).map(Some),
             None => Ok(None),
         })?;
-        outcome.ok_or(Error::NamespacesFull { limit: MAX_NAMESPACES })
+        outcome.ok_or_else(|| Error::NamespacesFull { limit: MAX_NAMESPACES })
     }
 
     /// The entry of this key, ready or being written.
     ///
     /// # Errors
     /// `Busy`, `Closed`, `NamespacesFull`; so for every method with a `wait`.
-    pub fn get(&self, wait: Duration, key: &str) -> Result<Option<EntryInfo>> {
+    pub fn get(&self, wait: Duration, key: &str) -> Result<Option<EntryPlace>> {
         let digest = self.key_digest(key);
         self.with(wait, |index, namespace| index.get(&digest, namespace))
     }
@@ -141,7 +141,7 @@ impl EmbeddingCache {
     ///
     /// # Errors
     /// `EntryState` if the key has an entry, `TooLarge` for more blocks than there are; and see [`Self::get`].
-    pub fn alloc(&self, wait: Duration, key: &str, num_blocks: u64) -> Result<Option<EntryInfo>> {
+    pub fn alloc(&self, wait: Duration, key: &str, num_blocks: u64) -> Result<Option<EntryPlace>> {
         let request = self.request(&Item { key, rows: 0, row_bytes: 0, modality: "", participants: 0 });
         let begun = self.with(wait, |index, namespace| {
             self.with_room(index, |index| index.alloc(&request, namespace, num_blocks))
@@ -159,11 +159,11 @@ impl EmbeddingCache {
     }
 
     /// Runs `begin`, and once more if it found no room and dead clients' room could be taken back.
-    fn with_room(
+    fn with_room<T>(
         &self,
         index: &mut Index<'_>,
-        mut begin: impl FnMut(&mut Index<'_>) -> Checked<BeginSave>,
-    ) -> Checked<BeginSave> {
+        mut begin: impl FnMut(&mut Index<'_>) -> Checked<BeginSave<T>>,
+    ) -> Checked<BeginSave<T>> {
         let begun = begin(index)?;
         if matches!(begun, BeginSave::Skipped(SaveSkip::NoRoom)) && self.client.reclaim_for_room(index)? {
             return begin(index);
@@ -190,7 +190,7 @@ impl EmbeddingCache {
     pub fn mark_ready(&self, wait: Duration, key: &str) -> Result<()> {
         let digest = self.key_digest(key);
         let me = self.client.me();
-        let outcome = self.with(wait, |index, namespace| index.mark_ready(&digest, namespace, me));
+        let outcome = self.with(wait, |index, namespace| index.end_writing(&digest, namespace, me, true));
         self.settle("mark_ready", key, "an entry that this client is writing", wait, outcome, Deferred::MarkReady)
     }
 
@@ -201,7 +201,7 @@ impl EmbeddingCache {
     pub fn discard(&self, wait: Duration, key: &str) -> Result<()> {
         let digest = self.key_digest(key);
         let me = self.client.me();
-        let outcome = self.with(wait, |index, namespace| index.discard(&digest, namespace, me));
+        let outcome = self.with(wait, |index, namespace| index.end_writing(&digest, namespace, me, false));
         self.settle("discard", key, "an entry that this client is writing", wait, outcome, Deferred::Discard)
     }
 

@@ -5,15 +5,16 @@
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+use memmap2::{Advice, MmapMut, MmapOptions};
 
 use crate::counters::{COUNTERS, Counter};
 use crate::error::{Error, Result};
-use crate::geometry::{COUNTERS_PER_CLIENT, MAX_CLIENTS};
+use crate::geometry::{COUNTERS_PER_CLIENT, HUGE_PAGE, MAX_CLIENTS};
 use crate::index::crash::crash_point;
 use crate::index::{
     Checked, ClientInfo, ClientRef, Damaged, Index, IndexLayout, IndexStats, NamespaceInfo, Reclaimed, Registration,
@@ -39,14 +40,23 @@ const BRIEF: Duration = Duration::from_millis(1);
 /// How often a full pool looks for dead clients.
 const RECLAIM_EVERY: Duration = Duration::from_millis(100);
 
-#[derive(Clone, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// An index on the heap, and whether it must be rebuilt before it is used.
+/// An index of this process alone, and whether it must be rebuilt before it is used.
 struct HeapIndex {
-    lines: Vec<Line>,
+    /// Pages of their own, which begin as zeros and take memory as they are used.
+    memory: MmapMut,
     dirty: bool,
+}
+
+impl HeapIndex {
+    fn new(len: usize) -> io::Result<Self> {
+        let memory = MmapOptions::new().len(len).map_anon()?;
+        // In a large index each operation meets pages that it has not met for long: huge ones spare it most of the walks
+        // through page tables. Where the kernel has none to give it is slower, nothing else.
+        if len >= HUGE_PAGE {
+            let _ = memory.advise(Advice::HugePage);
+        }
+        Ok(Self { memory, dirty: false })
+    }
 }
 
 struct Heap {
@@ -69,7 +79,7 @@ enum Held<'a> {
 impl Held<'_> {
     fn bytes(&mut self) -> &mut [u8] {
         match self {
-            Held::Heap(index) => index.lines.as_mut_slice().as_mut_bytes(),
+            Held::Heap(index) => &mut index.memory,
             Held::Region(guard) => guard.index_bytes(),
         }
     }
@@ -134,11 +144,11 @@ impl Client {
     /// `InvalidArgument` for a size that does not fit into memory.
     pub fn on_heap(num_blocks: u32, num_slots: u32, block_size: u64) -> Result<Self> {
         let layout = IndexLayout::on_heap(num_blocks, num_slots, block_size);
-        let lines = Line::new_vec_zeroed(layout.total_len() / size_of::<Line>() + 1)
+        let index = HeapIndex::new(layout.total_len())
             .map_err(|_| Error::invalid("num_blocks", num_blocks, "small enough that its index fits into memory"))?;
         let counters = (0..COUNTERS_PER_CLIENT).map(|_| AtomicU64::new(0)).collect();
         let seed = RandomState::new().build_hasher().finish();
-        let store = Store::Heap(Heap { index: Mutex::new(HeapIndex { lines, dirty: false }), counters, seed });
+        let store = Store::Heap(Heap { index: Mutex::new(index), counters, seed });
         Self::attach(store, layout, &Introduction { role: Role::Pool, rank: 0, group: "" })
     }
 
@@ -216,7 +226,9 @@ impl Client {
         let outcome = self.run(&mut held, &mut tally, &mut operation);
         crash_point();
         drop(held);
-        self.count_tally(&tally);
+        if !tally.is_empty() {
+            self.count_tally(&tally);
+        }
         outcome
     }
 
@@ -235,25 +247,42 @@ impl Client {
             if !index.is_initialised() {
                 index.initialise(self.seed())?;
             }
-            self.settle_deferred(index)?;
-            let outcome = operation(index);
-            *tally = index.tally;
-            outcome
+            self.attempt(index, tally, operation)
         });
-        if let Ok(value) = outcome {
-            return Ok(value);
+        match outcome {
+            Ok(value) => Ok(value),
+            Err(_) => self.run_rebuilt(held, tally, operation),
         }
+    }
+
+    #[cold]
+    fn run_rebuilt<R>(
+        &self,
+        held: &mut Held<'_>,
+        tally: &mut Tally,
+        operation: &mut impl FnMut(&mut Index<'_>) -> Checked<R>,
+    ) -> Result<R> {
         let outcome = self.view(held, |index| {
             self.rebuild(index)?;
-            self.settle_deferred(index)?;
-            let outcome = operation(index);
-            *tally = index.tally;
-            outcome
+            self.attempt(index, tally, operation)
         });
         if outcome.is_err() {
             held.mark_dirty();
         }
         outcome.map_err(unusable)
+    }
+
+    #[inline]
+    fn attempt<R>(
+        &self,
+        index: &mut Index<'_>,
+        tally: &mut Tally,
+        operation: &mut impl FnMut(&mut Index<'_>) -> Checked<R>,
+    ) -> Checked<R> {
+        self.settle_deferred(index)?;
+        let outcome = operation(index);
+        *tally = index.tally;
+        outcome
     }
 
     fn seed(&self) -> u64 {
@@ -263,6 +292,7 @@ impl Client {
         }
     }
 
+    #[inline]
     fn view<R>(&self, held: &mut Held<'_>, f: impl FnOnce(&mut Index<'_>) -> Checked<R>) -> Checked<R> {
         f(&mut Index::view(&self.layout, held.bytes())?)
     }
@@ -272,9 +302,13 @@ impl Client {
         index.rebuild(self.seed())
     }
 
+    #[inline]
     fn hold(&self, wait: Duration) -> Result<Held<'_>> {
         match &self.store {
-            Store::Heap(heap) => hold_heap(heap, wait),
+            Store::Heap(heap) => match heap.index.try_lock() {
+                Ok(index) => Ok(Held::Heap(index)),
+                Err(error) => hold_heap(heap, error, wait),
+            },
             Store::Region(region) => self.hold_region(region, wait),
         }
     }
@@ -354,10 +388,8 @@ impl Client {
         }
     }
 
+    #[cold]
     fn count_tally(&self, tally: &Tally) {
-        if *tally == Tally::default() {
-            return;
-        }
         self.count(Counter::Evictions, tally.evictions);
         self.count(Counter::EvictedBlocks, tally.evicted_blocks);
         self.count(Counter::Mismatches, tally.mismatches);
@@ -431,22 +463,21 @@ impl Drop for Client {
     }
 }
 
-fn hold_heap(heap: &Heap, wait: Duration) -> Result<Held<'_>> {
-    let index = match heap.index.try_lock() {
-        Err(TryLockError::WouldBlock) if wait.is_zero() => return Err(Error::Busy { waited: Duration::ZERO }),
-        Err(TryLockError::WouldBlock) => heap.index.lock(),
-        Err(TryLockError::Poisoned(poisoned)) => Err(poisoned),
-        Ok(index) => Ok(index),
+/// What there is to do where the heap's lock was not simply free.
+#[cold]
+fn hold_heap<'a>(heap: &'a Heap, error: TryLockError<MutexGuard<'a, HeapIndex>>, wait: Duration) -> Result<Held<'a>> {
+    let locked = match error {
+        TryLockError::WouldBlock if wait.is_zero() => return Err(Error::Busy { waited: Duration::ZERO }),
+        TryLockError::WouldBlock => heap.index.lock(),
+        TryLockError::Poisoned(poisoned) => Err(poisoned),
     };
-    match index {
-        Ok(index) => Ok(Held::Heap(index)),
-        Err(poisoned) => {
-            heap.index.clear_poison();
-            let mut index = poisoned.into_inner();
-            index.dirty = true;
-            Ok(Held::Heap(index))
-        }
-    }
+    let index = locked.unwrap_or_else(|poisoned| {
+        heap.index.clear_poison();
+        let mut index = poisoned.into_inner();
+        index.dirty = true;
+        index
+    });
+    Ok(Held::Heap(index))
 }
 
 fn unusable(damaged: Damaged) -> Error {

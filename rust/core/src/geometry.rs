@@ -5,7 +5,7 @@ use crate::index::IndexLayout;
 
 /// Bumped whenever the meaning of any byte of a region changes; part of the file's name, so that
 /// versions of ecpool with different layouts never attach to each other's regions.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 /// How many clients can be attached to a region at a time.
 pub const MAX_CLIENTS: u16 = 256;
 /// How many namespaces a region can hold.
@@ -22,7 +22,8 @@ pub const DEFAULT_SEGMENT_SIZE: u64 = 32 << 30;
 pub const MIN_BLOCK_SIZE: u64 = 4096;
 
 const PAGE: u64 = 4096;
-const HUGE_PAGE: u64 = 2 << 20;
+/// Bytes of a huge page.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
 const MAX_BLOCK_SIZE: u64 = 1 << 30;
 const MIN_SLOTS: u32 = 64;
 const DEFAULT_MAX_SLOTS: u32 = 1 << 20;
@@ -105,7 +106,7 @@ impl Geometry {
             return Err(Error::invalid("number of holds", num_holds, "1 to 2^29"));
         }
         if !segment_size.is_power_of_two()
-            || segment_size < HUGE_PAGE
+            || segment_size < HUGE_PAGE as u64
             || segment_size < block_size
             || segment_size > 1 << 50
         {
@@ -118,7 +119,7 @@ impl Geometry {
         let index_len = round_up(IndexLayout::new(num_blocks, num_slots, num_holds).total_len() as u64, PAGE);
         let counters_offset = PREFIX_LEN + index_len;
         let counters_len = (u64::from(MAX_CLIENTS) + 1) * PAGE;
-        let data_offset = round_up(counters_offset + counters_len, HUGE_PAGE);
+        let data_offset = round_up(counters_offset + counters_len, HUGE_PAGE as u64);
         let data_len = u64::from(num_blocks) * block_size;
         Ok(Self {
             block_size,
@@ -200,7 +201,7 @@ mod tests {
             let a = Geometry::new(&request(capacity)).unwrap();
             let b = Geometry::from_parts(a.block_size, a.num_blocks, a.num_slots, a.num_holds, a.segment_size).unwrap();
             assert_eq!(a, b);
-            assert_eq!(a.data_offset % HUGE_PAGE, 0);
+            assert_eq!(a.data_offset % HUGE_PAGE as u64, 0);
             assert!(a.index_offset + a.index_len <= a.counters_offset);
             assert!(a.counters_offset + a.counters_len <= a.data_offset);
         }

@@ -10,7 +10,7 @@ use ecpool_core::cache::{EmbeddingCache, Item};
 use ecpool_core::client::{Client, Deferred};
 use ecpool_core::dtype;
 use ecpool_core::index::crash::{Crash, CrashKind, arm};
-use ecpool_core::index::{BeginSave, EntryInfo, Expected, SaveShape};
+use ecpool_core::index::{BeginSave, Expected, SaveShape};
 
 const WAIT: Duration = Duration::from_secs(5);
 const BLOCKS: u32 = 24;
@@ -111,18 +111,18 @@ impl World {
         id
     }
 
-    fn begun(&mut self, entry: &EntryInfo, is_new: bool) {
+    fn begun(&mut self, id: u64, new: &[(u32, u32)], is_new: bool) {
         if is_new {
-            for (id, extents) in &self.untouched {
-                for (first, len) in entry.extents.as_slice() {
+            for (other, extents) in &self.untouched {
+                for (first, len) in new {
                     let free = extents.iter().all(|(f, l)| first + len <= *f || f + l <= *first);
-                    assert!(free, "blocks of {id:#x} were given to {:#x}", entry.id);
+                    assert!(free, "blocks of {other:#x} were given to {id:#x}");
                 }
             }
         }
-        assert!(!self.ids.contains(&entry.id), "an id came twice");
-        self.ids.push(entry.id);
-        self.untouched.insert(entry.id, entry.extents.as_slice().to_vec());
+        assert!(!self.ids.contains(&id), "an id came twice");
+        self.ids.push(id);
+        self.untouched.insert(id, new.to_vec());
     }
 
     fn give_back(&self, operation: Deferred) {
@@ -133,7 +133,7 @@ impl World {
         match *operation {
             Operation::Alloc { key, blocks } => {
                 if let Ok(Some(entry)) = self.cache.alloc(WAIT, &key_of(key), u64::from(blocks % 26)) {
-                    self.begun(&entry, true);
+                    self.begun(entry.id, entry.extents.as_slice(), true);
                     self.untouched.remove(&entry.id); // it ends by key
                 }
             }
@@ -143,8 +143,9 @@ impl World {
             Operation::Unpin { key } => drop(self.cache.unpin(WAIT, &key_of(key))),
             Operation::Lease { key, rows } => {
                 let rows = rows.map(|rows| u64::from(rows % 6));
-                if let Ok(Some(lease)) = self.cache.lease(WAIT, &key_of(key), &Expected { rows, ..Expected::default() }) {
-                    self.begun(&lease, false);
+                if let Ok(Some(lease)) = self.cache.lease(WAIT, &key_of(key), &Expected { rows, ..Expected::default() })
+                {
+                    self.begun(lease.id, lease.extents.as_slice(), false);
                 }
             }
             Operation::BeginSave { key, rows, ranks } => {
@@ -152,7 +153,7 @@ impl World {
                 let participants = u64::from(ranks % 7 + 1);
                 let item = Item { key: &key, rows, row_bytes: BLOCK, modality: "", participants };
                 if let Ok(BeginSave::Begun(save)) = self.cache.begin_save(WAIT, &item) {
-                    self.begun(&save, true);
+                    self.begun(save.id, save.extents.as_slice(), true);
                 }
             }
             _ => self.perform_on_transfer(operation),

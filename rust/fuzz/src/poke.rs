@@ -46,15 +46,17 @@ fn poke_key(index: &mut Index<'_>, namespace: &NamespaceKey, owner: ClientRef, k
         SaveRequest { key: "k", digest, rows: 1 + key, row_bytes: 5000, modality: 1, participants: key % 3, owner };
     let _ = index.get(&digest, namespace);
     let _ = index.contains(&digest, namespace);
-    if let Ok(Some(lease)) = index.lease(&digest, namespace, &Expected { rows: Some(1 + key), ..Expected::default() }, owner) {
+    if let Ok(Some(lease)) =
+        index.lease(&digest, namespace, &Expected { rows: Some(1 + key), ..Expected::default() }, owner)
+    {
         let _ = index.dispatch_load(lease.id, 0b11);
         poke_transfer(index, lease.id);
     }
     let _ = index.begin_save(&request, namespace);
-    let _ = index.mark_ready(&digest, namespace, owner);
+    let _ = index.end_writing(&digest, namespace, owner, true);
     let _ = index.pin(&digest, namespace, owner);
     let _ = index.unpin(&digest, namespace, owner);
-    let _ = index.discard(&digest, namespace, owner);
+    let _ = index.end_writing(&digest, namespace, owner, false);
     let _ = index.alloc(&request, namespace, key);
     let _ = index.is_written_elsewhere(&digest, namespace, owner);
 }

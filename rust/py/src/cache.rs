@@ -6,7 +6,7 @@ use std::time::Duration;
 use ecpool_core::cache::{Item, dtype_code, modality_number};
 use ecpool_core::client::{Client, Deferred};
 use ecpool_core::counters::Counter;
-use ecpool_core::index::{BeginSave, ClaimOutcome, Expected, MAX_DIMS, SaveShape, SaveSkip};
+use ecpool_core::index::{BeginSave, ClaimOutcome, EntryPlace, Expected, MAX_DIMS, SaveShape, SaveSkip};
 use ecpool_core::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -35,8 +35,8 @@ pub(crate) struct EmbeddingCache {
 }
 
 impl EmbeddingCache {
-    fn entry(&self, info: ecpool_core::index::EntryInfo) -> CacheEntry {
-        CacheEntry::new(Arc::clone(&self.cache), info, self.deadline)
+    fn entry(&self, place: EntryPlace) -> CacheEntry {
+        CacheEntry::new(Arc::clone(&self.cache), place, self.deadline)
     }
 
     fn give_back(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, action: impl Fn(u64) -> Deferred) -> PyResult<()> {
@@ -152,7 +152,7 @@ impl EmbeddingCache {
     /// The entry of this key, ready or being written, or None. Raises PoolBusyError.
     fn get(&self, py: Python<'_>, key: &str) -> PyResult<Option<CacheEntry>> {
         let found = relay(py, self.deadline, |wait| self.cache.get(wait, key))?;
-        Ok(found.map(|info| self.entry(info)))
+        Ok(found.map(|place| self.entry(place)))
     }
 
     /// Takes n_blocks blocks for key, evicting what can go, oldest first. The entry is not ready until mark_ready.
@@ -162,7 +162,7 @@ impl EmbeddingCache {
     fn alloc(&self, py: Python<'_>, key: &str, n_blocks: i64) -> PyResult<Option<CacheEntry>> {
         let blocks = count_of("n_blocks", n_blocks)?;
         let entry = relay(py, self.deadline, |wait| self.cache.alloc(wait, key, blocks))?;
-        Ok(entry.map(|info| self.entry(info)))
+        Ok(entry.map(|place| self.entry(place)))
     }
 
     /// This client has filled the entry: it can be read, and evicted. Raises KeyNotFoundError, EntryStateError.

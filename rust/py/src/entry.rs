@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ecpool_core::cache::EmbeddingCache;
 use ecpool_core::dtype;
-use ecpool_core::index::EntryInfo;
+use ecpool_core::index::{EntryInfo, EntryPlace};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -18,17 +18,17 @@ use crate::convert::{extents_tuple, relay};
 #[pyclass(frozen, module = "ecpool._native")]
 pub(crate) struct CacheEntry {
     cache: Arc<EmbeddingCache>,
-    info: EntryInfo,
+    place: EntryPlace,
     deadline: std::time::Duration,
 }
 
 impl CacheEntry {
-    pub(crate) fn new(cache: Arc<EmbeddingCache>, info: EntryInfo, deadline: std::time::Duration) -> Self {
-        Self { cache, info, deadline }
+    pub(crate) fn new(cache: Arc<EmbeddingCache>, place: EntryPlace, deadline: std::time::Duration) -> Self {
+        Self { cache, place, deadline }
     }
 
     fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(self.cache.client(), other.cache.client()) && self.info.handle == other.info.handle
+        Arc::ptr_eq(self.cache.client(), other.cache.client()) && self.place.handle == other.place.handle
     }
 }
 
@@ -37,26 +37,26 @@ impl CacheEntry {
     /// The numbers of the entry's blocks, in the order in which its bytes fill them. Made anew at each call: O(blocks).
     #[getter]
     fn block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let ids: Vec<u32> = self.info.extents.as_slice().iter().flat_map(|(first, len)| *first..first + len).collect();
+        let ids: Vec<u32> = self.place.extents.as_slice().iter().flat_map(|(first, len)| *first..first + len).collect();
         PyTuple::new(py, ids)
     }
 
     /// The entry's runs of blocks as (first_block, num_blocks), in the order in which its bytes fill them.
     #[getter]
     fn extents<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        extents_tuple(py, self.info.extents.as_slice())
+        extents_tuple(py, self.place.extents.as_slice())
     }
 
     /// Whether the entry's bytes can be read. Raises PoolBusyError if a region's lock cannot be had.
     #[getter]
     fn ready(&self, py: Python<'_>) -> PyResult<bool> {
-        relay(py, self.deadline, |wait| self.cache.is_ready(wait, self.info.handle))
+        relay(py, self.deadline, |wait| self.cache.is_ready(wait, self.place.handle))
     }
 
     /// Whether the entry could be evicted now. Raises PoolBusyError if a region's lock cannot be had.
     #[getter]
     fn evictable(&self, py: Python<'_>) -> PyResult<bool> {
-        relay(py, self.deadline, |wait| self.cache.is_evictable(wait, self.info.handle))
+        relay(py, self.deadline, |wait| self.cache.is_evictable(wait, self.place.handle))
     }
 
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
@@ -65,13 +65,13 @@ impl CacheEntry {
 
     fn __hash__(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (Arc::as_ptr(self.cache.client()), self.info.handle).hash(&mut hasher);
+        (Arc::as_ptr(self.cache.client()), self.place.handle).hash(&mut hasher);
         hasher.finish()
     }
 
     fn __repr__(&self) -> String {
-        let extents = self.info.extents.as_slice();
-        format!("CacheEntry(num_blocks={}, extents={extents:?})", self.info.num_blocks)
+        let extents = self.place.extents.as_slice();
+        format!("CacheEntry(num_blocks={}, extents={extents:?})", self.place.num_blocks)
     }
 }
 

@@ -69,10 +69,13 @@ impl Client {
     }
 
     /// Does what was put off, oldest first. What meets damage is tried again after the rebuild that follows.
+    #[inline]
     pub(super) fn settle_deferred(&self, index: &mut Index<'_>) -> Checked<()> {
-        if self.deferred_len() == 0 {
-            return Ok(());
-        }
+        if self.deferred_len() == 0 { Ok(()) } else { self.settle_all(index) }
+    }
+
+    #[cold]
+    fn settle_all(&self, index: &mut Index<'_>) -> Checked<()> {
         let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(operation) = queue.front() {
             self.perform(index, *operation)?;
@@ -95,11 +98,11 @@ impl Client {
             Deferred::FinishSave(id) => index.finish_save(id),
             Deferred::FinishLoad(id) => index.finish_load(id),
             Deferred::MarkReady(digest, namespace) => match index.namespace_by_digest(&namespace)? {
-                Some(namespace) => index.mark_ready(&digest, &namespace, self.me).map(drop),
+                Some(namespace) => index.end_writing(&digest, &namespace, self.me, true).map(drop),
                 None => Ok(()),
             },
             Deferred::Discard(digest, namespace) => match index.namespace_by_digest(&namespace)? {
-                Some(namespace) => index.discard(&digest, &namespace, self.me).map(drop),
+                Some(namespace) => index.end_writing(&digest, &namespace, self.me, false).map(drop),
                 None => Ok(()),
             },
             Deferred::Unpin(digest, namespace) => match index.namespace_by_digest(&namespace)? {

@@ -71,7 +71,7 @@ impl Index<'_> {
         for (slot, _) in self.live_slots() {
             let record = self.slot(slot)?;
             let mut walk = Walk::new(record.first_block, record.num_blocks);
-            while let Some((first, len)) = walk.next(self.extents, slot, self.slot_commit(slot)?.generation)? {
+            while let Some((first, len)) = walk.next(self.blocks, slot, self.slot_commit(slot)?.generation)? {
                 if owners.insert(first, (len, format!("slot {slot}"))).is_some() {
                     found.push(format!("block {first} has two owners"));
                 }
@@ -83,8 +83,8 @@ impl Index<'_> {
             if marked != (next != 0) {
                 found.push(format!("class {class} is marked as used: {marked}, but its head is {next}"));
             }
-            while let Some(first) = deref(next, self.runs.len())? {
-                let run = self.runs[first as usize];
+            while let Some(first) = deref(next, self.blocks.len())? {
+                let run = self.blocks[first as usize].run;
                 if owners.insert(first, (run.len, "a free run".to_owned())).is_some() {
                     found.push(format!("block {first} is owned and free, or in two classes"));
                     break;
@@ -180,7 +180,7 @@ impl Index<'_> {
     }
 
     fn check_sums(&self, found: &mut Vec<String>) -> Checked<()> {
-        let free: u64 = self.runs.iter().map(|run| u64::from(run.len)).sum();
+        let free: u64 = self.blocks.iter().map(|block| u64::from(block.run.len)).sum();
         if free != u64::from(self.root.free_blocks) {
             found.push(format!("{free} blocks are free, {} are counted", self.root.free_blocks));
         }
@@ -193,7 +193,7 @@ impl Index<'_> {
         for (slot, state) in self.live_slots() {
             let (links, num_blocks) = (self.links(slot)?, self.slot(slot)?.num_blocks);
             used += 1;
-            let sums = by_namespace.entry(self.details(slot)?.namespace).or_default();
+            let sums = by_namespace.entry(self.slot(slot)?.namespace).or_default();
             (sums.0, sums.1) = (sums.0 + u64::from(num_blocks), sums.1 + 1);
             if state == slot_state::READY && links.leases == 0 && links.firm_holds == 0 {
                 (blocks, entries) = (blocks + u64::from(num_blocks), entries + 1);

@@ -340,15 +340,15 @@ impl Index<'_> {
 
     pub(super) fn client_commit(&self, number: u32) -> Checked<Commit> {
         let commit = self.client(number)?.commit.load(Table::Clients, number);
-        commit.ok_or(Damaged("a client's check bits do not fit"))
+        commit.ok_or(Damaged(&"a client's check bits do not fit"))
     }
 
     pub(super) fn client(&self, number: u32) -> Checked<&ClientRecord> {
-        self.clients.get(number as usize).ok_or(Damaged("a client is out of range"))
+        self.clients.get(number as usize).ok_or(Damaged(&"a client is out of range"))
     }
 
     pub(super) fn client_mut(&mut self, number: u32) -> Checked<&mut ClientRecord> {
-        self.clients.get_mut(number as usize).ok_or(Damaged("a client is out of range"))
+        self.clients.get_mut(number as usize).ok_or(Damaged(&"a client is out of range"))
     }
 
     /// Whether this slot's blocks wait for a dead owner's group.

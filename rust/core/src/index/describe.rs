@@ -2,36 +2,39 @@
 
 use super::entries::EntryHandle;
 use super::extents::Walk;
-use super::records::{MAX_DIMS, slot_state};
+use super::records::{MAX_DIMS, Slot, slot_state};
 use super::transfers::TransferId;
 use super::{Checked, Index};
 
-const INLINE_EXTENTS: usize = 4;
-
 /// Extents as `(first_block, num_blocks)`, in the order in which an item fills them.
 #[derive(Debug, Clone, Default)]
-pub struct ExtentList {
-    inline: [(u32, u32); INLINE_EXTENTS],
-    len: usize,
-    spilled: Vec<(u32, u32)>,
+pub struct ExtentList(Extents);
+
+/// Nearly every entry has one; a list of several is worth an allocation, a copy of room for several is not.
+#[derive(Debug, Clone, Default)]
+enum Extents {
+    #[default]
+    None,
+    One((u32, u32)),
+    Several(Vec<(u32, u32)>),
 }
 
 impl ExtentList {
     fn push(&mut self, extent: (u32, u32)) {
-        if self.len < INLINE_EXTENTS {
-            self.inline[self.len] = extent;
-        } else {
-            if self.spilled.is_empty() {
-                self.spilled.extend_from_slice(&self.inline);
-            }
-            self.spilled.push(extent);
+        match &mut self.0 {
+            Extents::None => self.0 = Extents::One(extent),
+            Extents::One(first) => self.0 = Extents::Several(vec![*first, extent]),
+            Extents::Several(extents) => extents.push(extent),
         }
-        self.len += 1;
     }
 
     /// The extents.
     pub fn as_slice(&self) -> &[(u32, u32)] {
-        if self.len <= INLINE_EXTENTS { &self.inline[..self.len] } else { &self.spilled }
+        match &self.0 {
+            Extents::None => &[],
+            Extents::One(extent) => std::slice::from_ref(extent),
+            Extents::Several(extents) => extents,
+        }
     }
 }
 
@@ -39,6 +42,19 @@ impl PartialEq for ExtentList {
     fn eq(&self, other: &Self) -> bool {
         self.as_slice() == other.as_slice()
     }
+}
+
+/// One entry, as far as one needs to know it who fills it or looks where it lies.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EntryPlace {
+    /// Which entry it is.
+    pub handle: EntryHandle,
+    /// The save under which it was made; 0 where it was only looked for.
+    pub id: TransferId,
+    /// Where its bytes lie.
+    pub extents: ExtentList,
+    /// Blocks of it.
+    pub num_blocks: u32,
 }
 
 /// One entry.
@@ -95,26 +111,39 @@ pub struct IndexStats {
 }
 
 impl Index<'_> {
-    /// Describes the entry in this slot.
-    pub(super) fn entry_info(&self, slot: u32, id: TransferId) -> Checked<EntryInfo> {
+    /// Which entry is in this slot, and where.
+    pub(super) fn entry_place(&self, slot: u32, id: TransferId) -> Checked<EntryPlace> {
         let generation = self.slot_commit(slot)?.generation;
-        let (record, details) = (self.slot(slot)?, self.details(slot)?);
+        let Slot { first_block, num_blocks, .. } = *self.slot(slot)?;
         let mut extents = ExtentList::default();
-        let mut walk = Walk::new(record.first_block, record.num_blocks);
-        while let Some(extent) = walk.next(self.extents, slot, generation)? {
+        let mut walk = Walk::new(first_block, num_blocks);
+        while let Some(extent) = walk.next(self.blocks, slot, generation)? {
             extents.push(extent);
         }
+        Ok(EntryPlace { handle: EntryHandle { slot, generation }, id, extents, num_blocks })
+    }
+
+    /// Describes the entry in this slot.
+    pub(super) fn entry_info(&self, slot: u32, id: TransferId) -> Checked<EntryInfo> {
+        let EntryPlace { handle, id, extents, num_blocks } = self.entry_place(slot, id)?;
+        let record = self.slot(slot)?;
+        let ndim = record.ndim.min(MAX_DIMS as u8);
+        let mut shape = [0; MAX_DIMS];
+        if ndim > 0 {
+            let known = usize::from(ndim);
+            shape[..known].copy_from_slice(&self.details(slot)?.shape[..known]);
+        }
+        let unverified = record.has_checksum != 0 && record.verified_in != self.root.incarnation;
         Ok(EntryInfo {
-            handle: EntryHandle { slot, generation },
+            handle,
             id,
             extents,
-            num_blocks: record.num_blocks,
-            nbytes: details.nbytes,
-            shape: details.shape,
-            ndim: details.ndim.min(MAX_DIMS as u8),
-            dtype: details.dtype,
-            unverified: (details.has_checksum != 0 && details.verified_in != self.root.incarnation)
-                .then_some(details.checksum),
+            num_blocks,
+            nbytes: record.nbytes,
+            shape,
+            ndim,
+            dtype: record.dtype,
+            unverified: unverified.then_some(record.checksum),
         })
     }
 

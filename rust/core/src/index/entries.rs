@@ -4,7 +4,7 @@ use super::commit::{Commit, Table};
 use super::namespaces::NamespaceKey;
 use super::records::{ClientRef, Hold, hold_kind, slot_state};
 use super::transfers::{BeginSave, SaveRequest, SaveSkip};
-use super::{Checked, EntryInfo, Index};
+use super::{Checked, EntryPlace, Index};
 
 /// An entry as it was once found: its slot, and the generation in which it is meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,9 +36,9 @@ pub enum Unfit {
 
 impl Index<'_> {
     /// The WRITING or READY entry of this digest.
-    pub fn get(&mut self, digest: &[u64; 4], namespace: &NamespaceKey) -> Checked<Option<EntryInfo>> {
+    pub fn get(&mut self, digest: &[u64; 4], namespace: &NamespaceKey) -> Checked<Option<EntryPlace>> {
         match self.find(digest, namespace)? {
-            Some(slot) => self.entry_info(slot, 0).map(Some),
+            Some(slot) => self.entry_place(slot, 0).map(Some),
             None => Ok(None),
         }
     }
@@ -72,7 +72,7 @@ impl Index<'_> {
         request: &SaveRequest<'_>,
         namespace: &NamespaceKey,
         num_blocks: u64,
-    ) -> Checked<BeginSave> {
+    ) -> Checked<BeginSave<EntryPlace>> {
         // Verbs by key could not tell this entry from an earlier one that was flushed while it was written.
         let is_own = |hold: &Hold, commit: Commit| {
             commit.state == hold_kind::SAVE && hold.owner == request.owner && hold.participants == 0
@@ -80,31 +80,22 @@ impl Index<'_> {
         if self.find_hold_of_doomed(&request.digest, is_own)?.is_some() {
             return Ok(BeginSave::Skipped(SaveSkip::Exists));
         }
-        self.begin_write(request, namespace, num_blocks)
-    }
-
-    /// The owner's word that the entry's bytes are there.
-    pub fn mark_ready(
-        &mut self,
-        digest: &[u64; 4],
-        namespace: &NamespaceKey,
-        owner: ClientRef,
-    ) -> Checked<Result<(), Unfit>> {
-        match self.own_writing(digest, namespace, owner)? {
-            Ok(hold) => self.resolve_save(hold, true).map(Ok),
-            Err(unfit) => Ok(Err(unfit)),
+        match self.begin_write(request, namespace, num_blocks)? {
+            Ok((slot, id)) => self.entry_place(slot, id).map(BeginSave::Begun),
+            Err(skip) => Ok(BeginSave::Skipped(skip)),
         }
     }
 
-    /// The owner's word that it will not write the entry.
-    pub fn discard(
+    /// The owner's word on the entry that it writes: its bytes are there (`filled`), or never will be.
+    pub fn end_writing(
         &mut self,
         digest: &[u64; 4],
         namespace: &NamespaceKey,
         owner: ClientRef,
+        filled: bool,
     ) -> Checked<Result<(), Unfit>> {
         match self.own_writing(digest, namespace, owner)? {
-            Ok(hold) => self.resolve_save(hold, false).map(Ok),
+            Ok(hold) => self.resolve_save(hold, filled).map(Ok),
             Err(unfit) => Ok(Err(unfit)),
         }
     }

@@ -1,7 +1,7 @@
 //! Extents: the runs of blocks that an entry owns, chained through the records at their first blocks.
 
 use super::crash::crash_point;
-use super::records::Extent;
+use super::records::{Block, Extent};
 use super::{Checked, Damaged, Index, deref};
 
 impl Index<'_> {
@@ -21,7 +21,7 @@ impl Index<'_> {
         let mut chain = 0;
         while missing > 0 {
             let Some((first, len)) = self.take_longest_run(missing)? else {
-                return Err(Damaged("fewer blocks are free than were counted"));
+                return Err(Damaged(&"fewer blocks are free than were counted"));
             };
             self.write_extent(slot, generation, first, len, chain)?;
             chain = first + 1;
@@ -33,7 +33,7 @@ impl Index<'_> {
     /// Gives the blocks of a chain back. The slot that owned it is no longer committed.
     pub(super) fn release_extents(&mut self, slot: u32, generation: u32, chain: u32, num_blocks: u32) -> Checked<()> {
         let mut walk = Walk::new(chain, num_blocks);
-        while let Some((first, len)) = walk.next(self.extents, slot, generation)? {
+        while let Some((first, len)) = walk.next(self.blocks, slot, generation)? {
             self.release_run(first, len)?;
         }
         Ok(())
@@ -41,8 +41,8 @@ impl Index<'_> {
 
     fn write_extent(&mut self, slot: u32, generation: u32, first: u32, len: u32, next: u32) -> Checked<()> {
         crash_point();
-        let extent = self.extents.get_mut(first as usize).ok_or(Damaged("an extent is out of range"))?;
-        *extent = Extent { len, next, owner: slot + 1, owner_generation: generation };
+        let block = self.blocks.get_mut(first as usize).ok_or(Damaged(&"an extent is out of range"))?;
+        block.extent = Extent { len, next, owner: slot + 1, owner_generation: generation };
         Ok(())
     }
 }
@@ -59,18 +59,18 @@ impl Walk {
     }
 
     /// The next extent as `(first_block, num_blocks)`; damage where the chain is not wholly the slot's.
-    pub(super) fn next(&mut self, extents: &[Extent], slot: u32, generation: u32) -> Checked<Option<(u32, u32)>> {
-        let Some(first) = deref(self.next, extents.len())? else {
-            return if self.missing == 0 { Ok(None) } else { Err(Damaged("a chain of extents is too short")) };
+    pub(super) fn next(&mut self, blocks: &[Block], slot: u32, generation: u32) -> Checked<Option<(u32, u32)>> {
+        let Some(first) = deref(self.next, blocks.len())? else {
+            return if self.missing == 0 { Ok(None) } else { Err(Damaged(&"a chain of extents is too short")) };
         };
-        let extent = extents[first as usize];
+        let extent = blocks[first as usize].extent;
         if extent.owner != slot + 1 || extent.owner_generation != generation {
-            return Err(Damaged("an extent belongs to another entry"));
+            return Err(Damaged(&"an extent belongs to another entry"));
         }
-        if extent.len == 0 || extent.len as usize > extents.len() - first as usize {
-            return Err(Damaged("an extent is out of range"));
+        if extent.len == 0 || extent.len as usize > blocks.len() - first as usize {
+            return Err(Damaged(&"an extent is out of range"));
         }
-        self.missing = self.missing.checked_sub(extent.len).ok_or(Damaged("a chain of extents is too long"))?;
+        self.missing = self.missing.checked_sub(extent.len).ok_or(Damaged(&"a chain of extents is too long"))?;
         self.next = extent.next;
         Ok(Some((first, extent.len)))
     }

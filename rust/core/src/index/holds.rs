@@ -4,7 +4,7 @@
 //! change nothing. Holding an entry keeps its blocks its own; it does not make their bytes consistent.
 
 use super::commit::{Commit, Table};
-use super::records::{ClientRef, Hold, hold_kind, slot_state};
+use super::records::{ClientRef, Hold, Links, hold_kind, slot_state};
 use super::{Checked, Damaged, Index, deref, increment, reference};
 
 /// The number of a hold and the generation in which it is meant, in one word that is never 0.
@@ -39,7 +39,7 @@ impl Index<'_> {
         let record = self.hold_mut(hold)?;
         (record.next_in_slot, record.prev_in_slot) = (next, 0);
         self.root.free_hold = hold + 1;
-        self.root.holds_used = self.root.holds_used.checked_sub(1).ok_or(Damaged("too few holds in use"))?;
+        self.root.holds_used = self.root.holds_used.checked_sub(1).ok_or(Damaged(&"too few holds in use"))?;
         Ok(())
     }
 
@@ -99,29 +99,35 @@ impl Index<'_> {
     pub(super) fn uncount_hold(&mut self, slot: u32, kind: u8) -> Checked<()> {
         let links = self.links_mut(slot)?;
         let count = if kind == hold_kind::LEASE { &mut links.leases } else { &mut links.firm_holds };
-        *count = count.checked_sub(1).ok_or(Damaged("a slot's holds are miscounted"))?;
+        *count = count.checked_sub(1).ok_or(Damaged(&"a slot's holds are miscounted"))?;
         Ok(())
     }
 
     /// After a firm hold ended: the entry joins the queue, or goes if it was only kept by that hold.
     pub(super) fn after_firm_hold(&mut self, slot: u32) -> Checked<()> {
-        let links = *self.links(slot)?;
-        if links.firm_holds > 0 {
+        let Links { leases, firm_holds, .. } = *self.links(slot)?;
+        if firm_holds > 0 {
             return Ok(());
         }
-        if self.slot_commit(slot)?.state == slot_state::READY {
+        let state = self.slot_commit(slot)?.state;
+        if state == slot_state::READY {
             self.enqueue(slot)?;
         }
-        self.after_any_hold(slot)
+        if leases > 0 { Ok(()) } else { self.after_last_hold(slot, state) }
     }
 
-    /// After a lease ended, or after [`Self::after_firm_hold`].
+    /// After a lease ended, or another hold whose end does not let the entry join the queue.
     pub(super) fn after_any_hold(&mut self, slot: u32) -> Checked<()> {
-        let links = *self.links(slot)?;
-        if links.leases > 0 || links.firm_holds > 0 {
+        let Links { leases, firm_holds, .. } = *self.links(slot)?;
+        if leases > 0 || firm_holds > 0 {
             return Ok(());
         }
-        match self.slot_commit(slot)?.state {
+        let state = self.slot_commit(slot)?.state;
+        self.after_last_hold(slot, state)
+    }
+
+    fn after_last_hold(&mut self, slot: u32, state: u8) -> Checked<()> {
+        match state {
             slot_state::READY => self.count_evictable(slot, true),
             slot_state::DOOMED => self.free_entry(slot),
             _ => Ok(()),
@@ -163,18 +169,18 @@ impl Index<'_> {
             }
             next = record.next_in_slot;
         }
-        Err(Damaged("the holds of a slot are a ring"))
+        Err(Damaged(&"the holds of a slot are a ring"))
     }
 
     pub(super) fn hold_commit(&self, hold: u32) -> Checked<Commit> {
-        self.hold(hold)?.commit.load(Table::Holds, hold).ok_or(Damaged("a hold's check bits do not fit"))
+        self.hold(hold)?.commit.load(Table::Holds, hold).ok_or(Damaged(&"a hold's check bits do not fit"))
     }
 
     pub(super) fn hold(&self, hold: u32) -> Checked<&Hold> {
-        self.holds.get(hold as usize).ok_or(Damaged("a hold is out of range"))
+        self.holds.get(hold as usize).ok_or(Damaged(&"a hold is out of range"))
     }
 
     pub(super) fn hold_mut(&mut self, hold: u32) -> Checked<&mut Hold> {
-        self.holds.get_mut(hold as usize).ok_or(Damaged("a hold is out of range"))
+        self.holds.get_mut(hold as usize).ok_or(Damaged(&"a hold is out of range"))
     }
 }

@@ -35,25 +35,29 @@ mod transfers;
 use zerocopy::{FromBytes, IntoBytes, KnownLayout};
 
 pub use clients::{ClientInfo, Reclaimed, Registration, Role};
-pub use describe::{EntryInfo, ExtentList, IndexStats};
+pub use describe::{EntryInfo, EntryPlace, ExtentList, IndexStats};
 pub use entries::{EntryHandle, Unfit};
 pub use namespaces::{NamespaceInfo, NamespaceKey, NamespaceRef, label_of};
 pub use records::{ClientRef, MAX_DIMS};
 pub use transfers::{BeginSave, ClaimOutcome, Expected, SaveRequest, SaveShape, SaveSkip, TransferId};
 
-use crate::geometry::{Geometry, MAX_NAMESPACES};
-use records::{Bins, ClientRecord, Details, Extent, FreeRun, Hold, Links, NamespaceRow, Root, Slot};
+use crate::geometry::Geometry;
+use records::{Bins, Block, ClientRecord, Details, Fixed, Hold, NamespaceRow, Root, Slot};
 
 /// Records of clients: twice the clients that can live, since the dead keep theirs until their blocks are safe.
 pub const MAX_CLIENT_RECORDS: u32 = 2 * crate::geometry::MAX_CLIENTS as u32;
 
-const ARRAY_ALIGN: usize = 64;
+/// Processors fetch lines in pairs, and a slot is one.
+const ARRAY_ALIGN: usize = 128;
 const INITIALISED: u64 = 0x6563_706f_6f6c_0001;
 
 /// The index contradicts itself: rebuild it and try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the index contradicts itself: {0}")]
-pub struct Damaged(pub(crate) &'static str);
+pub struct Damaged(
+    /// One thin pointer, so that outcomes of operations fit into registers.
+    pub(crate) &'static &'static str,
+);
 
 /// What index operations return: an outcome, or word that the index must be rebuilt.
 pub type Checked<T> = Result<T, Damaged>;
@@ -93,17 +97,12 @@ impl IndexLayout {
 
     /// Bytes that the index takes.
     pub fn total_len(&self) -> usize {
-        padded::<Root>(1)
-            + padded::<Bins>(1)
-            + padded::<NamespaceRow>(MAX_NAMESPACES)
-            + padded::<ClientRecord>(MAX_CLIENT_RECORDS)
+        padded::<Fixed>(1)
             + padded::<u32>(self.num_buckets)
             + padded::<Slot>(self.num_slots)
-            + padded::<Links>(self.num_slots)
             + padded::<Hold>(self.num_holds)
             + padded::<Details>(self.num_slots)
-            + padded::<Extent>(self.num_blocks)
-            + padded::<FreeRun>(self.num_blocks)
+            + padded::<Block>(self.num_blocks)
     }
 
     /// Blocks of data.
@@ -147,6 +146,17 @@ pub struct Tally {
     pub corrupted: u64,
 }
 
+impl Tally {
+    /// Whether there is nothing to count.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        let Self { evictions, evicted_blocks, mismatches, flushed, .. } = *self;
+        let Self { saves_completed, saves_dropped, loads_completed, corrupted, .. } = *self;
+        let entries = evictions | evicted_blocks | mismatches | flushed;
+        entries | saves_completed | saves_dropped | loads_completed | corrupted == 0
+    }
+}
+
 /// A view of an index, valid while its guard is held.
 pub struct Index<'a> {
     layout: &'a IndexLayout,
@@ -156,45 +166,27 @@ pub struct Index<'a> {
     clients: &'a mut [ClientRecord],
     buckets: &'a mut [u32],
     slots: &'a mut [Slot],
-    links: &'a mut [Links],
     holds: &'a mut [Hold],
     details: &'a mut [Details],
-    extents: &'a mut [Extent],
-    runs: &'a mut [FreeRun],
+    blocks: &'a mut [Block],
     /// What operations did since the view was made.
     pub tally: Tally,
 }
 
 impl<'a> Index<'a> {
     /// The index that lies in `bytes`, which must be 64-byte aligned and at least `layout.total_len()` long.
+    #[inline]
     pub fn view(layout: &'a IndexLayout, bytes: &'a mut [u8]) -> Checked<Self> {
         let mut rest = bytes;
-        let root = take_one::<Root>(&mut rest)?;
-        let bins = take_one::<Bins>(&mut rest)?;
-        let namespaces = take(&mut rest, MAX_NAMESPACES)?;
-        let clients = take(&mut rest, MAX_CLIENT_RECORDS)?;
+        let [fixed] = take::<Fixed>(&mut rest, 1)? else { return Err(Damaged(&"no room for the root")) };
         let buckets = take(&mut rest, layout.num_buckets)?;
         let slots = take(&mut rest, layout.num_slots)?;
-        let links = take(&mut rest, layout.num_slots)?;
         let holds = take(&mut rest, layout.num_holds)?;
         let details = take(&mut rest, layout.num_slots)?;
-        let extents = take(&mut rest, layout.num_blocks)?;
-        let runs = take(&mut rest, layout.num_blocks)?;
-        Ok(Self {
-            layout,
-            root,
-            bins,
-            namespaces,
-            clients,
-            buckets,
-            slots,
-            links,
-            holds,
-            details,
-            extents,
-            runs,
-            tally: Tally::default(),
-        })
+        let blocks = take(&mut rest, layout.num_blocks)?;
+        let Fixed { root, bins, namespaces, clients } = fixed;
+        let tally = Tally::default();
+        Ok(Self { layout, root, bins, namespaces, clients, buckets, slots, holds, details, blocks, tally })
     }
 
     /// Whether a first holder has made the derived half.
@@ -208,17 +200,14 @@ impl<'a> Index<'a> {
     }
 }
 
-fn take_one<'a, T: FromBytes + IntoBytes + KnownLayout>(rest: &mut &'a mut [u8]) -> Checked<&'a mut T> {
-    take(rest, 1)?.first_mut().ok_or(Damaged("no room for the root"))
-}
-
+#[inline(always)]
 fn take<'a, T: FromBytes + IntoBytes + KnownLayout>(rest: &mut &'a mut [u8], count: u32) -> Checked<&'a mut [T]> {
-    let len = padded::<T>(count);
-    let (bytes, tail) = std::mem::take(rest).split_at_mut_checked(len).ok_or(Damaged("the index is cut short"))?;
+    let len = size_of::<T>() * count as usize;
+    let (bytes, tail) =
+        std::mem::take(rest).split_at_mut_checked(padded::<T>(count)).ok_or(Damaged(&"the index is cut short"))?;
     *rest = tail;
-    let (records, _padding) =
-        <[T]>::mut_from_prefix_with_elems(bytes, count as usize).map_err(|_| Damaged("the index is not aligned"))?;
-    Ok(records)
+    let records = bytes.get_mut(..len).and_then(|records| <[T]>::mut_from_bytes(records).ok());
+    records.ok_or(Damaged(&"the index is not aligned"))
 }
 
 /// The record that a reference (number plus one; 0 is none) names.
@@ -226,13 +215,13 @@ fn deref(reference: u32, len: usize) -> Checked<Option<u32>> {
     match reference.checked_sub(1) {
         None => Ok(None),
         Some(number) if (number as usize) < len => Ok(Some(number)),
-        Some(_) => Err(Damaged("a reference is out of range")),
+        Some(_) => Err(Damaged(&"a reference is out of range")),
     }
 }
 
 /// Adds one to a count that lies in a region.
 fn increment(count: &mut u32) -> Checked<()> {
-    *count = count.checked_add(1).ok_or(Damaged("a count overflows"))?;
+    *count = count.checked_add(1).ok_or(Damaged(&"a count overflows"))?;
     Ok(())
 }
 

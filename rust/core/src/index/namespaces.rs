@@ -104,8 +104,8 @@ impl Index<'_> {
         for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
             let links = self.links(slot)?;
             if self.state_of(slot) == slot_state::READY && links.leases == 0 && links.firm_holds == 0 {
-                let row = self.details(slot)?.namespace as usize;
-                let (count, newest) = evictable.get_mut(row).ok_or(Damaged("a namespace is out of range"))?;
+                let row = self.slot(slot)?.namespace as usize;
+                let (count, newest) = evictable.get_mut(row).ok_or(Damaged(&"a namespace is out of range"))?;
                 (*count, *newest) = (*count + 1, (*newest).max(self.slot(slot)?.sequence));
             }
         }
@@ -113,7 +113,7 @@ impl Index<'_> {
         let rows = (0..self.namespaces.len() as u32).filter(idle);
         let Some(row) = rows.min_by_key(|row| evictable[*row as usize].1) else { return Ok(None) };
         for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
-            if self.state_of(slot) == slot_state::READY && self.details(slot)?.namespace == row {
+            if self.state_of(slot) == slot_state::READY && self.slot(slot)?.namespace == row {
                 self.tally.evictions += 1;
                 self.tally.evicted_blocks += u64::from(self.slot(slot)?.num_blocks);
                 self.free_entry(slot)?;
@@ -136,8 +136,7 @@ impl Index<'_> {
         let mut dropped = 0;
         for slot in from..end {
             let live = matches!(self.slot_commit(slot)?.state, slot_state::WRITING | slot_state::READY);
-            if live && self.details(slot)?.namespace == row && self.slot(slot)?.epoch != self.namespace_row(row)?.epoch
-            {
+            if live && self.slot(slot)?.namespace == row && self.slot(slot)?.epoch != self.namespace_row(row)?.epoch {
                 self.drop_entry(slot)?;
                 dropped += 1;
             }
@@ -192,15 +191,15 @@ impl Index<'_> {
 
     pub(super) fn namespace_commit(&self, row: u32) -> Checked<super::commit::Commit> {
         let commit = self.namespace_row(row)?.commit.load(Table::Namespaces, row);
-        commit.ok_or(Damaged("a namespace's check bits do not fit"))
+        commit.ok_or(Damaged(&"a namespace's check bits do not fit"))
     }
 
     pub(super) fn namespace_row(&self, row: u32) -> Checked<&NamespaceRow> {
-        self.namespaces.get(row as usize).ok_or(Damaged("a namespace is out of range"))
+        self.namespaces.get(row as usize).ok_or(Damaged(&"a namespace is out of range"))
     }
 
     pub(super) fn namespace_mut(&mut self, row: u32) -> Checked<&mut NamespaceRow> {
-        self.namespaces.get_mut(row as usize).ok_or(Damaged("a namespace is out of range"))
+        self.namespaces.get_mut(row as usize).ok_or(Damaged(&"a namespace is out of range"))
     }
 }
 

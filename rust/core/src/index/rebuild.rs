@@ -39,8 +39,8 @@ impl Index<'_> {
     }
 
     fn clear_derived(&mut self) {
-        self.links.fill(Links::default());
-        self.runs.fill(FreeRun::default());
+        self.slots.iter_mut().for_each(|slot| slot.links = Links::default());
+        self.clear_runs();
         self.buckets.fill(0);
         *self.bins = Bins { used: [0; NUM_BINS / 64], reserved: [0; 4], heads: [0; NUM_BINS] };
         let root = &mut *self.root;
@@ -53,6 +53,10 @@ impl Index<'_> {
         let touched = |last: Option<usize>| last.map_or(0, |last| last as u32 + 1);
         self.root.slots_touched = touched(self.slots.iter().rposition(|slot| !slot.commit.is_untouched()));
         self.root.holds_touched = touched(self.holds.iter().rposition(|hold| !hold.commit.is_untouched()));
+    }
+
+    fn clear_runs(&mut self) {
+        self.blocks.iter_mut().for_each(|block| block.run = FreeRun::default());
     }
 
     fn repair_namespaces_and_clients(&mut self) -> Checked<()> {
@@ -92,8 +96,8 @@ impl Index<'_> {
         if commit.state > slot_state::ORPHANED {
             return false;
         }
-        let Ok(details) = self.details(slot) else { return false };
-        let namespace = self.namespace_commit(details.namespace);
+        let Ok(record) = self.slot(slot) else { return false };
+        let namespace = self.namespace_commit(record.namespace);
         if !namespace.is_ok_and(|n| n.state == namespace_state::USED) {
             return false;
         }
@@ -106,10 +110,10 @@ impl Index<'_> {
     fn has_sound_extents(&self, slot: u32, commit: Commit) -> Checked<()> {
         let record = self.slot(slot)?;
         let mut walk = Walk::new(record.first_block, record.num_blocks);
-        while let Some((first, len)) = walk.next(self.extents, slot, commit.generation)? {
+        while let Some((first, len)) = walk.next(self.blocks, slot, commit.generation)? {
             let per_segment = self.layout.blocks_per_segment;
             if first / per_segment != (first + len - 1) / per_segment {
-                return Err(Damaged("an extent crosses a segment"));
+                return Err(Damaged(&"an extent crosses a segment"));
             }
         }
         Ok(())
@@ -119,9 +123,9 @@ impl Index<'_> {
     fn mark_blocks(&mut self, slot: u32, commit: Commit) -> Checked<()> {
         let record = self.slot(slot)?;
         let mut walk = Walk::new(record.first_block, record.num_blocks);
-        while let Some((first, len)) = walk.next(self.extents, slot, commit.generation)? {
+        while let Some((first, len)) = walk.next(self.blocks, slot, commit.generation)? {
             for block in first..first + len {
-                let other = std::mem::replace(&mut self.runs[block as usize].prev, slot + 1);
+                let other = std::mem::replace(&mut self.blocks[block as usize].run.prev, slot + 1);
                 if other != 0 {
                     self.links_mut(other - 1)?.scratch = 1;
                     self.links_mut(slot)?.scratch = 1;
@@ -133,14 +137,14 @@ impl Index<'_> {
 
     /// Drops both owners of blocks that two entries claim: neither can be trusted.
     fn drop_overlaps(&mut self) -> Checked<()> {
-        let overlapping = self.links.iter().any(|links| links.scratch != 0);
+        let overlapping = self.slots.iter().any(|slot| slot.links.scratch != 0);
         for slot in 0..self.root.slots_touched {
             if std::mem::take(&mut self.links_mut(slot)?.scratch) != 0 {
                 self.free_unsound(slot)?;
             }
         }
         if overlapping {
-            self.runs.fill(FreeRun::default());
+            self.clear_runs();
             for slot in 0..self.root.slots_touched {
                 let commit = self.slot_commit(slot)?;
                 if commit.state != slot_state::FREE {
@@ -245,7 +249,7 @@ impl Index<'_> {
 
     fn is_stale_or_double(&self, slot: u32) -> Checked<bool> {
         let record = self.slot(slot)?;
-        let row = self.details(slot)?.namespace;
+        let row = record.namespace;
         let namespace = NamespaceKey { row, epoch: self.namespace_row(row)?.epoch };
         Ok(record.epoch != namespace.epoch || self.find_any_epoch(&record.digest)?.is_some())
     }
@@ -256,8 +260,10 @@ impl Index<'_> {
         }
         let record = self.slot(slot)?;
         let mut walk = Walk::new(record.first_block, record.num_blocks);
-        while let Some((first, len)) = walk.next(self.extents, slot, commit.generation)? {
-            self.runs[first as usize..(first + len) as usize].fill(FreeRun::default());
+        while let Some((first, len)) = walk.next(self.blocks, slot, commit.generation)? {
+            for block in &mut self.blocks[first as usize..(first + len) as usize] {
+                block.run = FreeRun::default();
+            }
         }
         Ok(())
     }
@@ -265,8 +271,8 @@ impl Index<'_> {
     fn link_free_runs_from_gaps(&mut self) -> Checked<()> {
         let per_segment = self.layout.blocks_per_segment;
         let mut start = None;
-        for block in 0..self.runs.len() as u32 {
-            let owned = std::mem::take(&mut self.runs[block as usize].prev) != 0;
+        for block in 0..self.blocks.len() as u32 {
+            let owned = std::mem::take(&mut self.blocks[block as usize].run.prev) != 0;
             if let Some(first) = start
                 && (owned || block.is_multiple_of(per_segment))
             {
@@ -278,7 +284,7 @@ impl Index<'_> {
             }
         }
         match start {
-            Some(first) => self.link_run(first, self.runs.len() as u32 - first),
+            Some(first) => self.link_run(first, self.blocks.len() as u32 - first),
             None => Ok(()),
         }
     }
@@ -325,7 +331,7 @@ impl Index<'_> {
             }
             carry = self.merge_chains(other, carry)?;
         }
-        Err(Damaged("more slots than there can be"))
+        Err(Damaged(&"more slots than there can be"))
     }
 
     /// Merges two chains (through `scratch`) that are sorted by sequence into one.

@@ -2,12 +2,15 @@
 //!
 //! *Truth* is what a rebuild starts from: slots with their details, extents, holds, clients, namespaces.
 //! *Derived* is what it makes anew: links, buckets, free runs, bins, and the sums in the root.
+//! What one operation touches together lies together: in a large index each line is a fetch from memory.
 //! A reference to another record is its number plus one, so that zero bytes mean "none" and a fresh file is an
 //! empty index.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::MAX_CLIENT_RECORDS;
 use super::commit::CommitWord;
+use crate::geometry::MAX_NAMESPACES;
 
 /// Dimensions that an entry's shape can have.
 pub const MAX_DIMS: usize = 8;
@@ -51,37 +54,40 @@ pub(crate) mod namespace_state {
     pub(crate) const USED: u8 = 1;
 }
 
-/// The hot half of a slot: what a lookup touches.
+/// A slot: what it holds, and where it is chained. In two lines side by side, of which the first is what a lookup touches.
 #[derive(Debug, FromBytes, IntoBytes, KnownLayout)]
 #[repr(C, align(64))]
 pub(crate) struct Slot {
     pub(crate) commit: CommitWord,
     pub(crate) digest: [u64; 4],
     pub(crate) epoch: u64,
-    /// When the entry last became evictable, on the index's own clock.
-    pub(crate) sequence: u64,
     pub(crate) first_block: u32,
     pub(crate) num_blocks: u32,
-}
-
-/// The cold half of a slot.
-#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C, align(64))]
-pub(crate) struct Details {
-    pub(crate) shape: [u64; MAX_DIMS],
-    pub(crate) nbytes: u64,
-    pub(crate) checksum: u64,
-    pub(crate) owner: ClientRef,
     pub(crate) namespace: u32,
     pub(crate) modality: u32,
-    pub(crate) key_len: u32,
+    /// Derived; the rest of the slot is truth.
+    pub(crate) links: Links,
+    /// When the entry last became evictable, on the index's own clock.
+    pub(crate) sequence: u64,
+    pub(crate) nbytes: u64,
+    pub(crate) checksum: u64,
     pub(crate) dtype: u8,
     pub(crate) ndim: u8,
     pub(crate) has_checksum: u8,
     pub(crate) reserved: [u8; 1],
     /// The incarnation of the region in which the checksum was last known to fit.
     pub(crate) verified_in: u32,
-    pub(crate) spare: [u8; 52],
+}
+
+/// What of a slot is seldom asked for.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C, align(64))]
+pub(crate) struct Details {
+    /// Sizes; the slot says how many of them count.
+    pub(crate) shape: [u64; MAX_DIMS],
+    pub(crate) owner: ClientRef,
+    pub(crate) key_len: u32,
+    pub(crate) spare: [u8; 20],
     pub(crate) key_prefix: [u8; KEY_PREFIX_LEN],
 }
 
@@ -117,6 +123,14 @@ pub(crate) struct Extent {
     pub(crate) next: u32,
     pub(crate) owner: u32,
     pub(crate) owner_generation: u32,
+}
+
+/// What is known of a block: an extent or a free run that begins or ends there.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct Block {
+    pub(crate) extent: Extent,
+    pub(crate) run: FreeRun,
 }
 
 /// Derived: a free run is described at its first block (`len`, bin chain) and at its last one (`head`).
@@ -225,12 +239,23 @@ pub(crate) struct Bins {
     pub(crate) heads: [u32; NUM_BINS],
 }
 
+/// The records whose number is the same in every index.
+#[derive(Debug, FromBytes, IntoBytes, KnownLayout)]
+#[repr(C, align(64))]
+pub(crate) struct Fixed {
+    pub(crate) root: Root,
+    pub(crate) bins: Bins,
+    pub(crate) namespaces: [NamespaceRow; MAX_NAMESPACES as usize],
+    pub(crate) clients: [ClientRecord; MAX_CLIENT_RECORDS as usize],
+}
+
 const _: () = {
-    assert!(size_of::<Slot>() == 64);
-    assert!(size_of::<Details>() == 256);
+    assert!(size_of::<Slot>() == 128);
+    assert!(std::mem::offset_of!(Slot, links) == 64);
+    assert!(size_of::<Details>() == 192);
     assert!(size_of::<Links>() == 32);
-    assert!(size_of::<Extent>() == 16);
-    assert!(size_of::<FreeRun>() == 16);
+    assert!(size_of::<Block>() == 32);
+    assert!(size_of::<Hold>() == 64);
     assert!(size_of::<Root>().is_multiple_of(64));
     assert!(size_of::<Bins>().is_multiple_of(64));
 };

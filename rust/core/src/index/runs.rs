@@ -35,7 +35,7 @@ impl Index<'_> {
     /// Takes `len` blocks in one run, if there is one.
     pub(super) fn take_run(&mut self, len: u32) -> Checked<Option<u32>> {
         let found = match self.first_used_class(class_for(len)) {
-            Some(class) => deref(self.bins.heads[class], self.runs.len())?,
+            Some(class) => deref(self.bins.heads[class], self.blocks.len())?,
             None => self.look_into_class(class_of(len), len)?,
         };
         match found {
@@ -47,8 +47,8 @@ impl Index<'_> {
     /// Takes one of the longest runs, or the first `at_most` blocks of it.
     pub(super) fn take_longest_run(&mut self, at_most: u32) -> Checked<Option<(u32, u32)>> {
         let Some(class) = self.last_used_class() else { return Ok(None) };
-        let Some(first) = deref(self.bins.heads[class], self.runs.len())? else {
-            return Err(Damaged("an empty class is marked as used"));
+        let Some(first) = deref(self.bins.heads[class], self.blocks.len())? else {
+            return Err(Damaged(&"an empty class is marked as used"));
         };
         let len = self.run(first)?.len.min(at_most);
         Ok(Some((self.split_run(first, len)?, len)))
@@ -56,36 +56,37 @@ impl Index<'_> {
 
     /// Gives blocks back, joining them with their free neighbours in the same segment.
     pub(super) fn release_run(&mut self, first: u32, len: u32) -> Checked<()> {
-        let (mut start, mut end) = (first, first.checked_add(len).ok_or(Damaged("a run is out of range"))?);
-        if end as usize > self.runs.len() || len == 0 {
-            return Err(Damaged("a released run is out of range"));
+        let (mut start, mut end) = (first, first.checked_add(len).ok_or(Damaged(&"a run is out of range"))?);
+        if end as usize > self.blocks.len() || len == 0 {
+            return Err(Damaged(&"a released run is out of range"));
         }
         let per_segment = self.layout.blocks_per_segment;
         if !start.is_multiple_of(per_segment)
-            && let Some(head) = deref(self.run(start - 1)?.head, self.runs.len())?
+            && let Some(head) = deref(self.run(start - 1)?.head, self.blocks.len())?
         {
             self.unlink_run(head)?;
             start = head;
         }
-        if !end.is_multiple_of(per_segment) && (end as usize) < self.runs.len() {
+        if !end.is_multiple_of(per_segment) && (end as usize) < self.blocks.len() {
             let right = self.run(end)?.len;
             if right > 0 {
                 self.unlink_run(end)?;
-                end = end.checked_add(right).ok_or(Damaged("a run is out of range"))?;
+                end = end.checked_add(right).ok_or(Damaged(&"a run is out of range"))?;
             }
         }
         if start >= first + len || end <= first {
-            return Err(Damaged("free runs overlap"));
+            return Err(Damaged(&"free runs overlap"));
         }
         self.link_run(start, end - start)
     }
 
     /// Makes the free run `first..first + len`.
     pub(super) fn link_run(&mut self, first: u32, len: u32) -> Checked<()> {
-        let last = first.checked_add(len).and_then(|end| end.checked_sub(1)).ok_or(Damaged("a run is out of range"))?;
+        let last =
+            first.checked_add(len).and_then(|end| end.checked_sub(1)).ok_or(Damaged(&"a run is out of range"))?;
         let class = class_of(len);
         let next = self.bins.heads[class];
-        if let Some(next) = deref(next, self.runs.len())? {
+        if let Some(next) = deref(next, self.blocks.len())? {
             self.run_mut(next)?.prev = first + 1;
         }
         self.run_mut(last)?.head = first + 1;
@@ -93,17 +94,17 @@ impl Index<'_> {
         (run.len, run.prev, run.next) = (len, 0, next);
         self.bins.heads[class] = first + 1;
         self.bins.used[class / 64] |= 1 << (class % 64);
-        self.root.free_blocks = self.root.free_blocks.checked_add(len).ok_or(Damaged("free blocks overflow"))?;
+        self.root.free_blocks = self.root.free_blocks.checked_add(len).ok_or(Damaged(&"free blocks overflow"))?;
         Ok(())
     }
 
     fn unlink_run(&mut self, first: u32) -> Checked<()> {
         let FreeRun { len, prev, next, .. } = *self.run(first)?;
-        let last = first.checked_add(len).and_then(|end| end.checked_sub(1)).ok_or(Damaged("an empty run"))?;
+        let last = first.checked_add(len).and_then(|end| end.checked_sub(1)).ok_or(Damaged(&"an empty run"))?;
         if self.run(last)?.head != first + 1 {
-            return Err(Damaged("the ends of a free run disagree"));
+            return Err(Damaged(&"the ends of a free run disagree"));
         }
-        let (prev, next) = (deref(prev, self.runs.len())?, deref(next, self.runs.len())?);
+        let (prev, next) = (deref(prev, self.blocks.len())?, deref(next, self.blocks.len())?);
         if let Some(next) = next {
             self.run_mut(next)?.prev = reference(prev);
         }
@@ -118,13 +119,13 @@ impl Index<'_> {
         self.run_mut(last)?.head = 0;
         let run = self.run_mut(first)?;
         (run.len, run.prev, run.next) = (0, 0, 0);
-        self.root.free_blocks = self.root.free_blocks.checked_sub(len).ok_or(Damaged("too few free blocks"))?;
+        self.root.free_blocks = self.root.free_blocks.checked_sub(len).ok_or(Damaged(&"too few free blocks"))?;
         Ok(())
     }
 
     fn split_run(&mut self, first: u32, len: u32) -> Checked<u32> {
         let whole = self.run(first)?.len;
-        let rest = whole.checked_sub(len).ok_or(Damaged("a run is shorter than its class"))?;
+        let rest = whole.checked_sub(len).ok_or(Damaged(&"a run is shorter than its class"))?;
         self.unlink_run(first)?;
         if rest > 0 {
             self.link_run(first + len, rest)?;
@@ -150,7 +151,7 @@ impl Index<'_> {
     fn look_into_class(&self, class: usize, len: u32) -> Checked<Option<u32>> {
         let mut next = self.bins.heads[class];
         for _ in 0..LOOK_INTO_CLASS {
-            let Some(first) = deref(next, self.runs.len())? else { return Ok(None) };
+            let Some(first) = deref(next, self.blocks.len())? else { return Ok(None) };
             let run = self.run(first)?;
             if run.len >= len {
                 return Ok(Some(first));
@@ -161,11 +162,11 @@ impl Index<'_> {
     }
 
     fn run(&self, block: u32) -> Checked<&FreeRun> {
-        self.runs.get(block as usize).ok_or(Damaged("a free run is out of range"))
+        self.blocks.get(block as usize).map(|block| &block.run).ok_or(Damaged(&"a free run is out of range"))
     }
 
     fn run_mut(&mut self, block: u32) -> Checked<&mut FreeRun> {
-        self.runs.get_mut(block as usize).ok_or(Damaged("a free run is out of range"))
+        self.blocks.get_mut(block as usize).map(|block| &mut block.run).ok_or(Damaged(&"a free run is out of range"))
     }
 }
 

@@ -3,7 +3,8 @@
 use super::commit::{Commit, Table};
 use super::crash::crash_point;
 use super::namespaces::NamespaceKey;
-use super::records::{Details, Links, Slot, slot_state};
+use super::records::{Details, KEY_PREFIX_LEN, Links, Slot, slot_state};
+use super::transfers::SaveRequest;
 use super::{Checked, Damaged, Index, deref, increment, reference};
 use crate::policy::fifo::Queue;
 
@@ -30,7 +31,7 @@ impl Index<'_> {
             }
             next = self.links(slot)?.bucket_next;
         }
-        Err(Damaged("a bucket is a ring"))
+        Err(Damaged(&"a bucket is a ring"))
     }
 
     pub(super) fn link_bucket(&mut self, slot: u32) -> Checked<()> {
@@ -57,7 +58,7 @@ impl Index<'_> {
             }
             next = links.bucket_next;
         }
-        Err(Damaged("an entry is missing from its bucket"))
+        Err(Damaged(&"an entry is missing from its bucket"))
     }
 
     /// The digest mixed with the region's random seed, so that nobody can aim keys at one bucket.
@@ -88,7 +89,7 @@ impl Index<'_> {
         let next = self.root.free_slot;
         *self.links_mut(slot)? = Links { queue_next: next, ..Links::default() };
         self.root.free_slot = slot + 1;
-        self.root.slots_used = self.root.slots_used.checked_sub(1).ok_or(Damaged("too few slots in use"))?;
+        self.root.slots_used = self.root.slots_used.checked_sub(1).ok_or(Damaged(&"too few slots in use"))?;
         Ok(())
     }
 
@@ -118,14 +119,14 @@ impl Index<'_> {
         match commit.state {
             slot_state::WRITING => self.unlink_bucket(slot)?,
             slot_state::DOOMED => self.uncount_doomed()?,
-            _ => return Err(Damaged("only an unfinished entry can be orphaned")),
+            _ => return Err(Damaged(&"only an unfinished entry can be orphaned")),
         }
         self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::ORPHANED));
         Ok(())
     }
 
     fn uncount_doomed(&mut self) -> Checked<()> {
-        self.root.doomed = self.root.doomed.checked_sub(1).ok_or(Damaged("the doomed are miscounted"))?;
+        self.root.doomed = self.root.doomed.checked_sub(1).ok_or(Damaged(&"the doomed are miscounted"))?;
         Ok(())
     }
 
@@ -134,7 +135,7 @@ impl Index<'_> {
         let commit = self.slot_commit(slot)?;
         let links = *self.links(slot)?;
         if links.leases != 0 || links.firm_holds != 0 {
-            return Err(Damaged("a held entry was to be freed"));
+            return Err(Damaged(&"a held entry was to be freed"));
         }
         let Slot { first_block, num_blocks, .. } = *self.slot(slot)?;
         self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::FREE));
@@ -146,7 +147,7 @@ impl Index<'_> {
             }
             slot_state::WRITING => self.unlink_bucket(slot)?,
             slot_state::DOOMED => self.uncount_doomed()?,
-            slot_state::FREE => return Err(Damaged("a free entry was to be freed")),
+            slot_state::FREE => return Err(Damaged(&"a free entry was to be freed")),
             _ => {}
         }
         self.count_in_namespace(slot, num_blocks, false)?;
@@ -164,8 +165,8 @@ impl Index<'_> {
             return Ok(false);
         }
         while self.root.free_blocks < num_blocks || !self.has_free_slot() {
-            let Some(victim) = self.queue().oldest(self.links)? else {
-                return Err(Damaged("fewer entries can be evicted than were counted"));
+            let Some(victim) = self.queue().oldest(self.slots)? else {
+                return Err(Damaged(&"fewer entries can be evicted than were counted"));
             };
             self.tally.evictions += 1;
             self.tally.evicted_blocks += u64::from(self.slot(victim)?.num_blocks);
@@ -192,14 +193,14 @@ impl Index<'_> {
 
     pub(super) fn enqueue_in_place(&mut self, slot: u32) -> Checked<()> {
         let mut queue = self.queue();
-        queue.push(self.links, slot)?;
+        queue.push(self.slots, slot)?;
         (self.root.queue_head, self.root.queue_tail) = (queue.head, queue.tail);
         Ok(())
     }
 
     pub(super) fn dequeue(&mut self, slot: u32) -> Checked<()> {
         let mut queue = self.queue();
-        queue.remove(self.links, slot)?;
+        queue.remove(self.slots, slot)?;
         (self.root.queue_head, self.root.queue_tail) = (queue.head, queue.tail);
         Ok(())
     }
@@ -213,15 +214,15 @@ impl Index<'_> {
         } else {
             (root.evictable_blocks.checked_sub(blocks), root.evictable_entries.checked_sub(1))
         };
-        let damage = Damaged("the sum of what can be evicted is wrong");
+        let damage = Damaged(&"the sum of what can be evicted is wrong");
         (root.evictable_blocks, root.evictable_entries) = (sum.ok_or(damage)?, entries.ok_or(damage)?);
         Ok(())
     }
 
     pub(super) fn count_in_namespace(&mut self, slot: u32, num_blocks: u32, added: bool) -> Checked<()> {
-        let row = self.details(slot)?.namespace;
-        let row = self.namespaces.get_mut(row as usize).ok_or(Damaged("a namespace is out of range"))?;
-        let damage = Damaged("a namespace's sums are wrong");
+        let row = self.slot(slot)?.namespace;
+        let row = self.namespaces.get_mut(row as usize).ok_or(Damaged(&"a namespace is out of range"))?;
+        let damage = Damaged(&"a namespace's sums are wrong");
         let blocks = u64::from(num_blocks);
         let (sum, entries) = if added {
             (row.blocks_used.checked_add(blocks), row.entries.checked_add(1))
@@ -237,24 +238,27 @@ impl Index<'_> {
         &mut self,
         slot: u32,
         commit: Commit,
-        extents: (u32, u32),
-        digest: [u64; 4],
-        epoch: u64,
-        details: Details,
+        (first_block, num_blocks): (u32, u32),
+        request: &SaveRequest<'_>,
+        namespace: &NamespaceKey,
     ) -> Checked<()> {
         crash_point();
-        *self.details_mut(slot)? = details;
+        self.details_mut(slot)?.introduce(request);
         crash_point();
         let record = self.slot_mut(slot)?;
-        (record.digest, record.epoch, record.sequence) = (digest, epoch, 0);
-        (record.first_block, record.num_blocks) = extents;
+        (record.digest, record.epoch, record.sequence) = (request.digest, namespace.epoch, 0);
+        (record.first_block, record.num_blocks) = (first_block, num_blocks);
+        (record.namespace, record.modality) = (namespace.row, request.modality);
+        // Without dimensions none of the sizes that an earlier entry left count.
+        (record.nbytes, record.dtype, record.ndim) = (0, 0, 0);
+        (record.checksum, record.has_checksum, record.verified_in) = (0, 0, 0);
         record.commit.raise(Table::Slots, slot, commit);
         self.link_bucket(slot)?;
-        self.count_in_namespace(slot, extents.1, true)
+        self.count_in_namespace(slot, num_blocks, true)
     }
 
     pub(super) fn slot_commit(&self, slot: u32) -> Checked<Commit> {
-        self.slot(slot)?.commit.load(Table::Slots, slot).ok_or(Damaged("a slot's check bits do not fit"))
+        self.slot(slot)?.commit.load(Table::Slots, slot).ok_or(Damaged(&"a slot's check bits do not fit"))
     }
 
     /// The commit of the slot where the generation is still the one meant.
@@ -264,30 +268,42 @@ impl Index<'_> {
     }
 
     pub(super) fn slot(&self, slot: u32) -> Checked<&Slot> {
-        self.slots.get(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.slots.get(slot as usize).ok_or(Damaged(&"a slot is out of range"))
     }
 
     pub(super) fn slot_mut(&mut self, slot: u32) -> Checked<&mut Slot> {
-        self.slots.get_mut(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.slots.get_mut(slot as usize).ok_or(Damaged(&"a slot is out of range"))
     }
 
     pub(super) fn details(&self, slot: u32) -> Checked<&Details> {
-        self.details.get(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.details.get(slot as usize).ok_or(Damaged(&"a slot is out of range"))
     }
 
     pub(super) fn details_mut(&mut self, slot: u32) -> Checked<&mut Details> {
-        self.details.get_mut(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.details.get_mut(slot as usize).ok_or(Damaged(&"a slot is out of range"))
     }
 
     pub(super) fn links(&self, slot: u32) -> Checked<&Links> {
-        self.links.get(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.slot(slot).map(|slot| &slot.links)
     }
 
     pub(super) fn links_mut(&mut self, slot: u32) -> Checked<&mut Links> {
-        self.links.get_mut(slot as usize).ok_or(Damaged("a slot is out of range"))
+        self.slot_mut(slot).map(|slot| &mut slot.links)
     }
 
     pub(super) fn set_queue(&mut self, head: Option<u32>, tail: Option<u32>) {
         (self.root.queue_head, self.root.queue_tail) = (reference(head), reference(tail));
+    }
+}
+
+impl Details {
+    /// Says whose entry it is, and of which key.
+    fn introduce(&mut self, request: &SaveRequest<'_>) {
+        self.owner = request.owner;
+        self.key_len = u32::try_from(request.key.len()).unwrap_or(u32::MAX);
+        let kept = request.key.floor_char_boundary(KEY_PREFIX_LEN);
+        let (prefix, rest) = self.key_prefix.split_at_mut(kept);
+        prefix.copy_from_slice(&request.key.as_bytes()[..kept]);
+        rest.fill(0);
     }
 }

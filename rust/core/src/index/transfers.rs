@@ -5,7 +5,7 @@
 
 use super::commit::Commit;
 use super::namespaces::NamespaceKey;
-use super::records::{ClientRef, Details, KEY_PREFIX_LEN, MAX_DIMS, hold_kind, slot_state};
+use super::records::{ClientRef, MAX_DIMS, Slot, hold_kind, slot_state};
 use super::{Checked, EntryInfo, Index, increment};
 use crate::dtype::{self, Dtype};
 
@@ -57,9 +57,9 @@ pub enum SaveSkip {
 
 /// How a save began.
 #[derive(Debug)]
-pub enum BeginSave {
+pub enum BeginSave<T = EntryInfo> {
     /// The blocks are the entry's; the transfer can be dispatched.
-    Begun(EntryInfo),
+    Begun(T),
     /// It will not be saved.
     Skipped(SaveSkip),
 }
@@ -140,23 +140,23 @@ impl Index<'_> {
 
     /// Whether an entry's shape, element type, bytes and blocks fit each other. Entries that were never described do.
     pub(super) fn is_described_soundly(&self, slot: u32) -> Checked<bool> {
-        let (details, num_blocks) = (self.details(slot)?, self.slot(slot)?.num_blocks);
-        if (details.ndim, details.dtype, details.nbytes) == (0, 0, 0) {
+        let record = self.slot(slot)?;
+        if (record.ndim, record.dtype, record.nbytes) == (0, 0, 0) {
             return Ok(true);
         }
-        let Some(dtype) = dtype::by_code(details.dtype) else { return Ok(false) };
-        let shape = SaveShape { shape: details.shape, ndim: details.ndim, dtype };
-        let room = u64::from(num_blocks) * self.layout.block_size;
-        Ok(usize::from(details.ndim) <= MAX_DIMS && shape.nbytes() == Some(details.nbytes) && details.nbytes <= room)
+        let Some(dtype) = dtype::by_code(record.dtype) else { return Ok(false) };
+        let shape = SaveShape { shape: self.details(slot)?.shape, ndim: record.ndim, dtype };
+        let room = u64::from(record.num_blocks) * self.layout.block_size;
+        Ok(usize::from(record.ndim) <= MAX_DIMS && shape.nbytes() == Some(record.nbytes) && record.nbytes <= room)
     }
 
     fn matches(&self, slot: u32, expected: &Expected) -> Checked<bool> {
-        let details = self.details(slot)?;
-        let rows = if details.ndim > 0 { details.shape[0] } else { 1 };
+        let record = self.slot(slot)?;
+        let rows = if record.ndim > 0 { self.details(slot)?.shape[0] } else { 1 };
         // An entry that was stored without a modality fits any.
-        let of_modality = |modality| details.modality == modality || details.modality == 0;
+        let of_modality = |modality| record.modality == modality || record.modality == 0;
         Ok(expected.rows.is_none_or(|r| r == rows)
-            && expected.dtype.is_none_or(|d| d == details.dtype)
+            && expected.dtype.is_none_or(|d| d == record.dtype)
             && expected.modality.is_none_or(of_modality))
     }
 
@@ -197,39 +197,41 @@ impl Index<'_> {
             return Ok(BeginSave::Skipped(SaveSkip::Empty));
         }
         let num_blocks = nbytes.div_ceil(self.layout.block_size);
-        self.begin_write(request, namespace, num_blocks)
+        match self.begin_write(request, namespace, num_blocks)? {
+            Ok((slot, id)) => self.entry_info(slot, id).map(BeginSave::Begun),
+            Err(skip) => Ok(BeginSave::Skipped(skip)),
+        }
     }
 
-    /// The same for a known number of blocks, 0 included.
+    /// The same for a known number of blocks, 0 included; returns the slot and the save's id.
     pub(super) fn begin_write(
         &mut self,
         request: &SaveRequest<'_>,
         namespace: &NamespaceKey,
         num_blocks: u64,
-    ) -> Checked<BeginSave> {
+    ) -> Checked<Result<(u32, TransferId), SaveSkip>> {
         if self.find(&request.digest, namespace)?.is_some() {
-            return Ok(BeginSave::Skipped(SaveSkip::Exists));
+            return Ok(Err(SaveSkip::Exists));
         }
         let num_blocks = match u32::try_from(num_blocks) {
             Ok(blocks) if blocks <= self.layout.num_blocks => blocks,
-            _ => return Ok(BeginSave::Skipped(SaveSkip::TooLarge)),
+            _ => return Ok(Err(SaveSkip::TooLarge)),
         };
         // Before anything is evicted for what then cannot begin.
         if !self.has_free_hold() || !self.make_room(num_blocks)? {
-            return Ok(BeginSave::Skipped(SaveSkip::NoRoom));
+            return Ok(Err(SaveSkip::NoRoom));
         }
-        let Some(hold) = self.take_hold()? else { return Ok(BeginSave::Skipped(SaveSkip::NoRoom)) };
+        let Some(hold) = self.take_hold()? else { return Ok(Err(SaveSkip::NoRoom)) };
         let Some(slot) = self.take_slot()? else {
             self.give_hold(hold)?;
-            return Ok(BeginSave::Skipped(SaveSkip::NoRoom));
+            return Ok(Err(SaveSkip::NoRoom));
         };
         let commit = self.slot_commit(slot)?.next_generation(slot_state::WRITING);
         let chain = self.take_extents(slot, commit.generation, num_blocks)?;
         let id =
             self.commit_hold(hold, hold_kind::SAVE, (slot, commit.generation), request.owner, request.participants)?;
-        let details = new_details(request, namespace);
-        self.commit_writing(slot, commit, (chain, num_blocks), request.digest, namespace.epoch, details)?;
-        self.entry_info(slot, id).map(BeginSave::Begun)
+        self.commit_writing(slot, commit, (chain, num_blocks), request, namespace)?;
+        Ok(Ok((slot, id)))
     }
 
     /// A rank's word that it is about to copy out of the entry. A lease that was not dispatched yet can be claimed too: its
@@ -273,26 +275,27 @@ impl Index<'_> {
     }
 
     fn has_shape(&self, slot: u32, shape: &SaveShape) -> Checked<bool> {
-        let details = self.details(slot)?;
-        Ok(details.ndim == shape.ndim && details.shape == shape.shape && details.dtype == shape.dtype.code)
+        let record = self.slot(slot)?;
+        let same = record.ndim == shape.ndim && record.dtype == shape.dtype.code;
+        Ok(same && self.details(slot)?.shape == shape.shape)
     }
 
     /// Writes the shape into the entry and remembers its row size; false where the item does not fit.
     fn describe_save(&mut self, slot: u32, shape: &SaveShape) -> Checked<bool> {
         let Some(nbytes) = shape.nbytes() else { return Ok(false) };
-        let (row, modality) = (self.details(slot)?.namespace, self.details(slot)?.modality);
+        let Slot { namespace: row, modality, num_blocks, .. } = *self.slot(slot)?;
         if shape.ndim > 0 && shape.shape[0] > 0 && modality != 0 {
             let row_bytes = nbytes / shape.shape[0];
             if let Ok(row_bytes) = u32::try_from(row_bytes) {
                 self.learn_row(row, modality, row_bytes)?;
             }
         }
-        if nbytes > u64::from(self.slot(slot)?.num_blocks) * self.layout.block_size {
+        if nbytes > u64::from(num_blocks) * self.layout.block_size {
             return Ok(false);
         }
-        let details = self.details_mut(slot)?;
-        (details.shape, details.ndim, details.dtype) = (shape.shape, shape.ndim, shape.dtype.code);
-        details.nbytes = nbytes;
+        self.details_mut(slot)?.shape = shape.shape;
+        let record = self.slot_mut(slot)?;
+        (record.ndim, record.dtype, record.nbytes) = (shape.ndim, shape.dtype.code, nbytes);
         Ok(true)
     }
 
@@ -303,8 +306,8 @@ impl Index<'_> {
             return Ok(());
         }
         let (slot, incarnation) = (self.hold(hold)?.slot, self.root.incarnation);
-        let details = self.details_mut(slot)?;
-        (details.checksum, details.has_checksum, details.verified_in) = (checksum, 1, incarnation);
+        let record = self.slot_mut(slot)?;
+        (record.checksum, record.has_checksum, record.verified_in) = (checksum, 1, incarnation);
         Ok(())
     }
 
@@ -313,7 +316,7 @@ impl Index<'_> {
         let Some((hold, _)) = self.hold_by_id(id)? else { return Ok(()) };
         let (slot, incarnation) = (self.hold(hold)?.slot, self.root.incarnation);
         if fits {
-            self.details_mut(slot)?.verified_in = incarnation;
+            self.slot_mut(slot)?.verified_in = incarnation;
             return Ok(());
         }
         self.tally.corrupted += 1;
@@ -440,26 +443,4 @@ fn claim(record: &mut super::records::Hold, bit: u64, takes_part: bool) -> Claim
     }
     record.claimed |= bit;
     ClaimOutcome::Claimed
-}
-
-fn new_details(request: &SaveRequest<'_>, namespace: &NamespaceKey) -> Details {
-    let mut key_prefix = [0; KEY_PREFIX_LEN];
-    let kept = request.key.floor_char_boundary(KEY_PREFIX_LEN);
-    key_prefix[..kept].copy_from_slice(&request.key.as_bytes()[..kept]);
-    Details {
-        shape: [0; MAX_DIMS],
-        nbytes: 0,
-        checksum: 0,
-        owner: request.owner,
-        namespace: namespace.row,
-        modality: request.modality,
-        key_len: u32::try_from(request.key.len()).unwrap_or(u32::MAX),
-        dtype: 0,
-        ndim: 0,
-        has_checksum: 0,
-        reserved: [0; 1],
-        verified_in: 0,
-        spare: [0; 52],
-        key_prefix,
-    }
 }

@@ -3,7 +3,7 @@
 use super::harness::{BLOCK, Harness, digest, registration};
 use super::model::Model;
 use super::operations::{Operation, shape};
-use crate::index::{BeginSave, ClaimOutcome, Expected, Role, SaveSkip};
+use crate::index::{BeginSave, ClaimOutcome, Expected, Index, Role, SaveSkip};
 
 fn save(harness: &mut Harness, key: u8, rows: u64) -> u64 {
     let (request, namespace) = (harness.request(0, key, rows, 1), harness.namespace());
@@ -274,7 +274,7 @@ fn when_every_namespace_has_entries_the_one_used_longest_ago_makes_room_for_a_ne
             let request =
                 crate::index::SaveRequest { key, digest, rows: 0, row_bytes: 0, modality: 0, participants: 0, owner };
             assert!(matches!(index.alloc(&request, &namespace, 1).unwrap(), BeginSave::Begun(_)));
-            index.mark_ready(&digest, &namespace, owner).unwrap().unwrap();
+            index.end_writing(&digest, &namespace, owner, true).unwrap().unwrap();
             (row, namespace, digest)
         })
         .collect();
@@ -289,15 +289,20 @@ fn when_every_namespace_has_entries_the_one_used_longest_ago_makes_room_for_a_ne
 
 #[test]
 fn an_entry_whose_description_contradicts_itself_is_never_promised() {
-    type Damage = fn(&mut crate::index::records::Details);
-    let damages: [Damage; 4] = [|d| d.shape[1] = 1 << 40, |d| d.dtype = 99, |d| d.ndim = 200, |d| d.nbytes += 1];
+    type Damage = fn(&mut Index<'_>, u32);
+    let damages: [Damage; 4] = [
+        |index, slot| index.details[slot as usize].shape[1] = 1 << 40,
+        |index, slot| index.slots[slot as usize].dtype = 99,
+        |index, slot| index.slots[slot as usize].ndim = 200,
+        |index, slot| index.slots[slot as usize].nbytes += 1,
+    ];
     for damage in damages {
         let mut harness = Harness::new();
         save_ready(&mut harness, 1, 2);
         let (namespace, owner) = (harness.namespace(), harness.clients[0]);
         let mut index = harness.memory.index();
         let slot = index.find_any_epoch(&digest(1)).unwrap().unwrap();
-        damage(index.details_mut(slot).unwrap());
+        damage(&mut index, slot);
         assert_eq!(index.lease(&digest(1), &namespace, &Expected::default(), owner).unwrap(), None);
         assert_eq!(index.stats().free_blocks, 24);
         assert_eq!(index.violations(), Vec::<String>::new());
@@ -318,7 +323,7 @@ fn verbs_by_key_never_reach_the_entry_that_came_after_a_flush() {
     let mut index = harness.memory.index();
     let again = index.alloc(&request, &namespace, 2).unwrap();
     assert!(matches!(again, BeginSave::Skipped(SaveSkip::Exists)), "its first writer has yet to end");
-    index.mark_ready(&digest(1), &namespace, owner).unwrap().unwrap();
+    index.end_writing(&digest(1), &namespace, owner, true).unwrap().unwrap();
     assert!(!index.contains(&digest(1), &namespace).unwrap(), "what was flushed stays so");
     assert!(matches!(index.alloc(&request, &namespace, 2).unwrap(), BeginSave::Begun(_)));
 }

@@ -107,7 +107,7 @@ pub(super) fn queue_digests(index: &Index<'_>) -> Vec<u64> {
     let mut next = index.root.queue_head;
     while let Some(slot) = next.checked_sub(1) {
         found.push(index.slots[slot as usize].digest[1]);
-        next = index.links[slot as usize].queue_next;
+        next = index.slots[slot as usize].links.queue_next;
     }
     found
 }

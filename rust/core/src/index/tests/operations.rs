@@ -87,10 +87,10 @@ impl Harness {
             Operation::Alloc { blocks, .. } => drop(index.alloc(&request.unwrap(), &namespace, blocks).unwrap()),
             Operation::BeginSave { .. } => drop(index.begin_save(&request.unwrap(), &namespace).unwrap()),
             Operation::MarkReady { client, key } => {
-                let _ = index.mark_ready(&digest(key), &namespace, owners[client]).unwrap();
+                let _ = index.end_writing(&digest(key), &namespace, owners[client], true).unwrap();
             }
             Operation::Discard { client, key } => {
-                let _ = index.discard(&digest(key), &namespace, owners[client]).unwrap();
+                let _ = index.end_writing(&digest(key), &namespace, owners[client], false).unwrap();
             }
             Operation::Pin { client, key } => {
                 let _ = index.pin(&digest(key), &namespace, owners[client]).unwrap();
@@ -134,11 +134,13 @@ impl Harness {
                     );
                     return;
                 }
+                let begun = outcome_of(begun, |entry| (entry.id, entry.num_blocks));
                 self.compare_begun(begun, client, key, blocks, 0);
             }
             Operation::BeginSave { client, key, rows, ranks } => {
                 let request = self.request(client, key, rows, ranks);
                 let begun = self.memory.index().begin_save(&request, &namespace).unwrap();
+                let begun = outcome_of(begun, |entry| (entry.id, entry.num_blocks));
                 self.compare_begun(begun, client, key, rows * 2, ranks);
             }
             Operation::MarkReady { client, key } | Operation::Discard { client, key } => {
@@ -193,17 +195,18 @@ impl Harness {
         }
     }
 
-    fn compare_begun(&mut self, begun: BeginSave, client: usize, key: u8, blocks: u64, ranks: u64) {
-        let (outcome, id) = match &begun {
-            BeginSave::Begun(info) => (Begun::Yes, info.id),
-            BeginSave::Skipped(SaveSkip::Exists) => (Begun::Exists, 0),
-            BeginSave::Skipped(SaveSkip::TooLarge) => (Begun::TooLarge, 0),
-            BeginSave::Skipped(SaveSkip::NoRoom) => (Begun::NoRoom, 0),
-            BeginSave::Skipped(SaveSkip::Empty) => panic!("nothing empty was asked for"),
+    /// `begun` is the new save's id and blocks, or why there is none.
+    fn compare_begun(&mut self, begun: Result<(u64, u32), SaveSkip>, client: usize, key: u8, blocks: u64, ranks: u64) {
+        let (outcome, id) = match begun {
+            Ok((id, _)) => (Begun::Yes, id),
+            Err(SaveSkip::Exists) => (Begun::Exists, 0),
+            Err(SaveSkip::TooLarge) => (Begun::TooLarge, 0),
+            Err(SaveSkip::NoRoom) => (Begun::NoRoom, 0),
+            Err(SaveSkip::Empty) => panic!("nothing empty was asked for"),
         };
         assert_eq!(outcome, self.model.begin(key, blocks, id, client, bits(ranks)));
-        if let BeginSave::Begun(info) = begun {
-            assert_eq!(u64::from(info.num_blocks), blocks);
+        if let Ok((_, num_blocks)) = begun {
+            assert_eq!(u64::from(num_blocks), blocks);
             assert!(!self.ids.contains(&id), "ids never repeat");
             self.ids.push(id);
         }
@@ -217,11 +220,7 @@ impl Harness {
             return;
         }
         let mut index = self.memory.index();
-        let outcome = if ready {
-            index.mark_ready(&digest(key), &namespace, owner).unwrap()
-        } else {
-            index.discard(&digest(key), &namespace, owner).unwrap()
-        };
+        let outcome = index.end_writing(&digest(key), &namespace, owner, ready).unwrap();
         assert_eq!(outcome.is_ok(), own.is_some() || !of_doomed.is_empty());
         if let Some(id) = own.or(of_doomed.first().copied()) {
             self.model.resolve_save(id, ready);
@@ -338,5 +337,12 @@ impl Harness {
         let role = crate::index::Role::Pool;
         let next = index.register_client(&super::harness::registration(role, 0)).unwrap().unwrap();
         self.clients[client] = next;
+    }
+}
+
+fn outcome_of<T>(begun: BeginSave<T>, wanted: impl FnOnce(T) -> (u64, u32)) -> Result<(u64, u32), SaveSkip> {
+    match begun {
+        BeginSave::Begun(entry) => Ok(wanted(entry)),
+        BeginSave::Skipped(skip) => Err(skip),
     }
 }
