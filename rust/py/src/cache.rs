@@ -6,7 +6,7 @@ use std::time::Duration;
 use ecpool_core::cache::{Item, dtype_code, modality_number};
 use ecpool_core::client::{Client, Deferred};
 use ecpool_core::counters::Counter;
-use ecpool_core::index::{BeginSave, ClaimOutcome, EntryPlace, Expected, MAX_DIMS, SaveShape, SaveSkip};
+use ecpool_core::index::{BeginSave, ClaimOutcome, Expected, MAX_DIMS, SaveShape, SaveSkip};
 use ecpool_core::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -30,13 +30,19 @@ const SPARE_HEAP_SLOTS: u64 = 64;
 /// misses (get, alloc and pin raise PoolBusyError), and what gives back is done by the next call.
 #[pyclass(frozen, module = "ecpool._native")]
 pub(crate) struct EmbeddingCache {
-    cache: Arc<ecpool_core::cache::EmbeddingCache>,
+    cache: ecpool_core::cache::EmbeddingCache,
     deadline: Duration,
 }
 
 impl EmbeddingCache {
-    fn entry(&self, place: EntryPlace) -> CacheEntry {
-        CacheEntry::new(Arc::clone(&self.cache), place, self.deadline)
+    /// The cache itself.
+    pub(crate) fn core(&self) -> &ecpool_core::cache::EmbeddingCache {
+        &self.cache
+    }
+
+    /// How long a call may wait for a region's lock.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.deadline
     }
 
     fn give_back(&self, py: Python<'_>, ids: &Bound<'_, PyAny>, action: impl Fn(u64) -> Deferred) -> PyResult<()> {
@@ -133,8 +139,7 @@ impl EmbeddingCache {
             (None, Some(region)) => region.get().open_client()?,
             _ => return Err(invalid("EmbeddingCache needs either num_blocks or region, and not both")),
         };
-        let cache = Arc::new(ecpool_core::cache::EmbeddingCache::new(client, namespace));
-        Ok(Self { cache, deadline })
+        Ok(Self { cache: ecpool_core::cache::EmbeddingCache::new(client, namespace), deadline })
     }
 
     /// Blocks in all, of every namespace.
@@ -150,19 +155,21 @@ impl EmbeddingCache {
     }
 
     /// The entry of this key, ready or being written, or None. Raises PoolBusyError.
-    fn get(&self, py: Python<'_>, key: &str) -> PyResult<Option<CacheEntry>> {
-        let found = relay(py, self.deadline, |wait| self.cache.get(wait, key))?;
-        Ok(found.map(|place| self.entry(place)))
+    fn get(slf: &Bound<'_, Self>, key: &str) -> PyResult<Option<CacheEntry>> {
+        let this = slf.get();
+        let found = relay(slf.py(), this.deadline, |wait| this.cache.get(wait, key))?;
+        Ok(found.map(|place| CacheEntry::new(slf.clone().unbind(), place)))
     }
 
     /// Takes n_blocks blocks for key, evicting what can go, oldest first. The entry is not ready until mark_ready.
     ///
     /// Returns None, and evicts nothing, where too little is free or evictable. Raises EntryStateError if the key has an entry,
     /// TooLargeError for more blocks than there are, InvalidArgumentError for a negative number, PoolBusyError.
-    fn alloc(&self, py: Python<'_>, key: &str, n_blocks: i64) -> PyResult<Option<CacheEntry>> {
+    fn alloc(slf: &Bound<'_, Self>, key: &str, n_blocks: i64) -> PyResult<Option<CacheEntry>> {
+        let this = slf.get();
         let blocks = count_of("n_blocks", n_blocks)?;
-        let entry = relay(py, self.deadline, |wait| self.cache.alloc(wait, key, blocks))?;
-        Ok(entry.map(|place| self.entry(place)))
+        let entry = relay(slf.py(), this.deadline, |wait| this.cache.alloc(wait, key, blocks))?;
+        Ok(entry.map(|place| CacheEntry::new(slf.clone().unbind(), place)))
     }
 
     /// This client has filled the entry: it can be read, and evicted. Raises KeyNotFoundError, EntryStateError.

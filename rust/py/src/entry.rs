@@ -3,12 +3,13 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use ecpool_core::cache::EmbeddingCache;
+use ecpool_core::client::Client;
 use ecpool_core::dtype;
 use ecpool_core::index::{EntryInfo, EntryPlace};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::cache::EmbeddingCache;
 use crate::convert::{extents_tuple, relay};
 
 /// One entry as `alloc` or `get` found it.
@@ -17,18 +18,21 @@ use crate::convert::{extents_tuple, relay};
 /// entry was evicted both are False for good, whatever is stored under its key later.
 #[pyclass(frozen, module = "ecpool._native")]
 pub(crate) struct CacheEntry {
-    cache: Arc<EmbeddingCache>,
+    cache: Py<EmbeddingCache>,
     place: EntryPlace,
-    deadline: std::time::Duration,
 }
 
 impl CacheEntry {
-    pub(crate) fn new(cache: Arc<EmbeddingCache>, place: EntryPlace, deadline: std::time::Duration) -> Self {
-        Self { cache, place, deadline }
+    pub(crate) fn new(cache: Py<EmbeddingCache>, place: EntryPlace) -> Self {
+        Self { cache, place }
+    }
+
+    fn client(&self) -> &Arc<Client> {
+        self.cache.get().core().client()
     }
 
     fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(self.cache.client(), other.cache.client()) && self.place.handle == other.place.handle
+        Arc::ptr_eq(self.client(), other.client()) && self.place.handle == other.place.handle
     }
 }
 
@@ -50,13 +54,15 @@ impl CacheEntry {
     /// Whether the entry's bytes can be read. Raises PoolBusyError if a region's lock cannot be had.
     #[getter]
     fn ready(&self, py: Python<'_>) -> PyResult<bool> {
-        relay(py, self.deadline, |wait| self.cache.is_ready(wait, self.place.handle))
+        let cache = self.cache.get();
+        relay(py, cache.deadline(), |wait| cache.core().is_ready(wait, self.place.handle))
     }
 
     /// Whether the entry could be evicted now. Raises PoolBusyError if a region's lock cannot be had.
     #[getter]
     fn evictable(&self, py: Python<'_>) -> PyResult<bool> {
-        relay(py, self.deadline, |wait| self.cache.is_evictable(wait, self.place.handle))
+        let cache = self.cache.get();
+        relay(py, cache.deadline(), |wait| cache.core().is_evictable(wait, self.place.handle))
     }
 
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
@@ -65,7 +71,7 @@ impl CacheEntry {
 
     fn __hash__(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (Arc::as_ptr(self.cache.client()), self.place.handle).hash(&mut hasher);
+        (Arc::as_ptr(self.client()), self.place.handle).hash(&mut hasher);
         hasher.finish()
     }
 
