@@ -3,7 +3,8 @@
 //! Behaves as `StepTracker` of vLLM 0.26 (`ec_connector/cpu/scheduler/step_tracker.py`) does, in the order of what is
 //! returned too. Adding costs O(1), and so does each key that comes back.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::hash_map::{Entry, HashMap};
+use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 
 use crate::error::{Error, Result};
@@ -136,41 +137,33 @@ impl<K, R: Eq + Hash, S: BuildHasher + Default> StepTracker<K, R, S> {
     /// The record of a request, made if it is new; the caller adds an entry to it.
     fn request_of(&mut self, name: R) -> u32 {
         let hash = self.hasher.hash_one(&name);
-        match self.find(hash, &name) {
-            NONE => self.begin_request(hash, name),
-            found => found,
-        }
-    }
-
-    fn find(&self, hash: u64, name: &R) -> u32 {
-        let mut found = self.by_hash.get(&hash).copied().unwrap_or(NONE);
-        while let Some(request) = self.requests.get(found as usize) {
-            if request.name.as_ref() == Some(name) {
-                break;
+        let entry = self.by_hash.entry(hash);
+        let mut twin = NONE;
+        if let Entry::Occupied(first) = &entry {
+            twin = *first.get();
+            let found = find_twin(&self.requests, twin, &name);
+            if found != NONE {
+                return found;
             }
-            found = request.twin;
         }
-        found
-    }
-
-    fn begin_request(&mut self, hash: u64, name: R) -> u32 {
-        let twin = self.by_hash.get(&hash).copied().unwrap_or(NONE);
         let request = Request { name: Some(name), hash, first: NONE, last: NONE, twin };
         let number = store(&mut self.requests, &mut self.spare_requests, request);
-        self.by_hash.insert(hash, number);
+        entry.insert_entry(number);
         number
     }
 
     /// Forgets a request; what it still waited for is the caller's, as the first entry of a chain.
     fn end_request(&mut self, number: u32) -> u32 {
         let Request { hash, first, twin, .. } = self.requests[number as usize];
-        let before = self.by_hash.get(&hash).copied().unwrap_or(NONE);
-        if before != number {
-            self.unlink_twin(before, number, twin);
-        } else if twin == NONE {
-            self.by_hash.remove(&hash);
-        } else {
-            self.by_hash.insert(hash, twin);
+        if let Entry::Occupied(mut head) = self.by_hash.entry(hash) {
+            let before = *head.get();
+            if before != number {
+                self.unlink_twin(before, number, twin);
+            } else if twin == NONE {
+                head.remove();
+            } else {
+                head.insert(twin);
+            }
         }
         self.requests[number as usize].name = None;
         self.spare_requests.push(number);
@@ -201,7 +194,8 @@ impl<K, R: Eq + Hash, S: BuildHasher + Default> StepTracker<K, R, S> {
     }
 
     fn finish(&mut self, name: &R, due: &mut Vec<K>) {
-        let number = self.find(self.hasher.hash_one(name), name);
+        let first = self.by_hash.get(&self.hasher.hash_one(name)).copied().unwrap_or(NONE);
+        let number = find_twin(&self.requests, first, name);
         if number == NONE {
             return;
         }
@@ -245,6 +239,18 @@ impl<K, R: Eq + Hash, S: BuildHasher + Default> StepTracker<K, R, S> {
         self.waiting = 0;
         due
     }
+}
+
+/// The request of this name among those whose hash is `first`'s; `NONE` if it is not there.
+fn find_twin<R: Eq>(requests: &[Request<R>], first: u32, name: &R) -> u32 {
+    let mut found = first;
+    while let Some(request) = requests.get(found as usize) {
+        if request.name.as_ref() == Some(name) {
+            return found;
+        }
+        found = request.twin;
+    }
+    NONE
 }
 
 /// Puts a record into a place that is free, or into a new one.

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ecpool_core::tracker::OwnHash;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyList, PySet, PyString};
 
 use crate::error::{invalid, to_py};
 
@@ -38,6 +38,20 @@ impl Hash for RequestId {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.hash);
     }
+}
+
+/// Collects an iterable of strings. Most steps end no request, and keys mostly come in a list: neither needs an iterator.
+fn strings<'py, T>(
+    iterable: &Bound<'py, PyAny>,
+    make: impl Fn(Bound<'py, PyString>) -> PyResult<T>,
+) -> PyResult<Vec<T>> {
+    if let Ok(list) = iterable.cast_exact::<PyList>() {
+        return list.iter().map(|each| make(each.cast_into::<PyString>()?)).collect();
+    }
+    if iterable.cast_exact::<PySet>().is_ok_and(|set| set.is_empty()) {
+        return Ok(Vec::new());
+    }
+    iterable.try_iter()?.map(|each| make(each?.cast_into::<PyString>()?)).collect()
 }
 
 type Tracker = ecpool_core::tracker::StepTracker<Py<PyString>, RequestId, OwnHash>;
@@ -78,8 +92,7 @@ impl StepTracker {
 
     /// Adds several keys on behalf of one request, in their order: `add` for each, in one call.
     fn add_many(&self, mm_hashes: &Bound<'_, PyAny>, request_id: &Bound<'_, PyString>) -> PyResult<()> {
-        let keys = mm_hashes.try_iter()?.map(|key| Ok(key?.cast_into::<PyString>()?.unbind()));
-        let keys = keys.collect::<PyResult<Vec<_>>>()?;
+        let keys = strings(mm_hashes, |key| Ok(key.unbind()))?;
         let request = RequestId::new(request_id)?;
         self.lock().add_many(keys, request);
         Ok(())
@@ -87,8 +100,7 @@ impl StepTracker {
 
     /// Ends a step; returns the keys of the finished requests, then those added max_concurrent_batches steps ago.
     fn step(&self, finished_req_ids: &Bound<'_, PyAny>) -> PyResult<Vec<Py<PyString>>> {
-        let finished = finished_req_ids.try_iter()?.map(|id| RequestId::new(id?.cast::<PyString>()?));
-        let finished = finished.collect::<PyResult<Vec<_>>>()?;
+        let finished = strings(finished_req_ids, |id| RequestId::new(&id))?;
         Ok(self.lock().step(finished))
     }
 
