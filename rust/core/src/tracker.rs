@@ -3,8 +3,8 @@
 //! Behaves as `StepTracker` of vLLM 0.26 (`ec_connector/cpu/scheduler/step_tracker.py`) does, in the order of what is
 //! returned too. Adding costs O(1), and so does each key that comes back.
 
-use std::collections::hash_map::{Entry, HashMap};
 use std::collections::VecDeque;
+use std::collections::hash_map::{Entry, HashMap};
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 
 use crate::error::{Error, Result};

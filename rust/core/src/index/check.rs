@@ -193,7 +193,7 @@ impl Index<'_> {
         for (slot, state) in self.live_slots() {
             let (links, num_blocks) = (self.links(slot)?, self.slot(slot)?.num_blocks);
             used += 1;
-            let sums = by_namespace.entry(self.slot(slot)?.namespace).or_default();
+            let sums = by_namespace.entry(u32::from(self.slot(slot)?.namespace)).or_default();
             (sums.0, sums.1) = (sums.0 + u64::from(num_blocks), sums.1 + 1);
             if state == slot_state::READY && links.leases == 0 && links.firm_holds == 0 {
                 (blocks, entries) = (blocks + u64::from(num_blocks), entries + 1);

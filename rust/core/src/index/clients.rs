@@ -122,7 +122,7 @@ impl Index<'_> {
             (record.role, record.rank, record.pid) = (registration.role as u32, registration.rank, registration.pid);
             record.label_len = store_label(&mut record.label, registration.label);
             let commit = commit.next_generation(client_state::LIVE);
-            record.commit.raise(Table::Clients, number, commit);
+            record.commit.raise(Table::Clients.record(number), commit);
             return Ok(Some(ClientRef { record: number, generation: commit.generation }));
         }
         Ok(None)
@@ -135,11 +135,11 @@ impl Index<'_> {
         }
         let number = client.record;
         let commit = self.client_commit(number)?;
-        self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::DYING));
+        self.client(number)?.commit.lower(Table::Clients.record(number), commit.with_state(client_state::DYING));
         let mut left = [0u32; MAX_CLIENT_RECORDS as usize];
         self.bury_holds(&mut left)?;
         if left[number as usize] == 0 {
-            self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::FREE));
+            self.client(number)?.commit.lower(Table::Clients.record(number), commit.with_state(client_state::FREE));
         }
         Ok(())
     }
@@ -159,7 +159,7 @@ impl Index<'_> {
             let (commit, record) = (self.client_commit(number)?, self.client(number)?);
             if commit.state == client_state::LIVE && !is_alive(record.byte, record.byte_generation) {
                 reclaimed.died += 1;
-                record.commit.lower(Table::Clients, number, commit.with_state(client_state::DYING));
+                record.commit.lower(Table::Clients.record(number), commit.with_state(client_state::DYING));
             }
             dying |= self.client_commit(number)?.state == client_state::DYING;
         }
@@ -187,7 +187,7 @@ impl Index<'_> {
         for number in 0..self.clients.len() as u32 {
             let (commit, at) = (self.client_commit(number)?, number as usize);
             if commit.state == client_state::DYING && (left[at] == 0 || due[at]) {
-                self.client(number)?.commit.lower(Table::Clients, number, commit.with_state(client_state::FREE));
+                self.client(number)?.commit.lower(Table::Clients.record(number), commit.with_state(client_state::FREE));
                 reclaimed.released += 1;
             }
         }
@@ -323,7 +323,7 @@ impl Index<'_> {
 
     fn client_info(&self, number: u32) -> Option<ClientInfo> {
         let record = self.clients.get(number as usize)?;
-        let commit = record.commit.load(Table::Clients, number)?;
+        let commit = record.commit.load(Table::Clients.record(number))?;
         (commit.state != client_state::FREE).then(|| ClientInfo {
             record: number,
             generation: commit.generation,
@@ -339,7 +339,7 @@ impl Index<'_> {
     }
 
     pub(super) fn client_commit(&self, number: u32) -> Checked<Commit> {
-        let commit = self.client(number)?.commit.load(Table::Clients, number);
+        let commit = self.client(number)?.commit.load(Table::Clients.record(number));
         commit.ok_or(Damaged(&"a client's check bits do not fit"))
     }
 

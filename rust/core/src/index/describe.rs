@@ -4,7 +4,7 @@ use super::entries::EntryHandle;
 use super::extents::Walk;
 use super::records::{MAX_DIMS, Slot, slot_state};
 use super::transfers::TransferId;
-use super::{Checked, Index};
+use super::{Checked, Damaged, Index, deref};
 
 /// Extents as `(first_block, num_blocks)`, in the order in which an item fills them.
 #[derive(Debug, Clone, Default)]
@@ -114,13 +114,32 @@ impl Index<'_> {
     /// Which entry is in this slot, and where.
     pub(super) fn entry_place(&self, slot: u32, id: TransferId) -> Checked<EntryPlace> {
         let generation = self.slot_commit(slot)?.generation;
-        let Slot { first_block, num_blocks, .. } = *self.slot(slot)?;
+        let num_blocks = self.slot(slot)?.num_blocks;
+        let extents = self.extents_of(slot, generation)?;
+        Ok(EntryPlace { handle: EntryHandle { slot, generation }, id, extents, num_blocks })
+    }
+
+    fn extents_of(&self, slot: u32, generation: u32) -> Checked<ExtentList> {
+        let Slot { first_block, num_blocks, in_one_run, .. } = *self.slot(slot)?;
+        if in_one_run == 1 {
+            // All of it is known here: the block's own record would be one more fetch from memory.
+            return self.one_run(first_block, num_blocks);
+        }
         let mut extents = ExtentList::default();
         let mut walk = Walk::new(first_block, num_blocks);
         while let Some(extent) = walk.next(self.blocks, slot, generation)? {
             extents.push(extent);
         }
-        Ok(EntryPlace { handle: EntryHandle { slot, generation }, id, extents, num_blocks })
+        Ok(extents)
+    }
+
+    fn one_run(&self, reference: u32, num_blocks: u32) -> Checked<ExtentList> {
+        match deref(reference, self.blocks.len())? {
+            Some(first) if num_blocks > 0 && num_blocks as usize <= self.blocks.len() - first as usize => {
+                Ok(ExtentList(Extents::One((first, num_blocks))))
+            }
+            _ => Err(Damaged(&"an extent is out of range")),
+        }
     }
 
     /// Describes the entry in this slot.

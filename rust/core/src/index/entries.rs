@@ -1,6 +1,6 @@
 //! The verbs of vLLM's `EmbeddingCache`: get, alloc, mark ready, pin, unpin, discard.
 
-use super::commit::{Commit, Table};
+use super::commit::Commit;
 use super::namespaces::NamespaceKey;
 use super::records::{ClientRef, Hold, hold_kind, slot_state};
 use super::transfers::{BeginSave, SaveRequest, SaveSkip};
@@ -214,6 +214,6 @@ impl Index<'_> {
 
     /// The state of a slot where its check bits fit, else FREE.
     pub(super) fn state_of(&self, slot: u32) -> u8 {
-        self.slots.get(slot as usize).map_or(slot_state::FREE, |s| s.commit.load_or_free(Table::Slots, slot).state)
+        self.slots.get(slot as usize).map_or(slot_state::FREE, |s| s.load(slot).unwrap_or_default().state)
     }
 }

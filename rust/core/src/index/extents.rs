@@ -39,6 +39,12 @@ impl Index<'_> {
         Ok(())
     }
 
+    /// Whether a chain that was just written is a single extent.
+    pub(super) fn is_one_run(&self, chain: u32, num_blocks: u32) -> Checked<bool> {
+        let first = deref(chain, self.blocks.len())?;
+        Ok(first.is_some_and(|first| self.blocks[first as usize].extent.len == num_blocks))
+    }
+
     fn write_extent(&mut self, slot: u32, generation: u32, first: u32, len: u32, next: u32) -> Checked<()> {
         crash_point();
         let block = self.blocks.get_mut(first as usize).ok_or(Damaged(&"an extent is out of range"))?;

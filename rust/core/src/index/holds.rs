@@ -53,12 +53,12 @@ impl Index<'_> {
         participants: u64,
     ) -> Checked<u64> {
         let record = self.hold_mut(hold)?;
-        let old = record.commit.load_or_free(Table::Holds, hold);
+        let old = record.commit.load_or_free(Table::Holds.record(hold));
         (record.slot, record.slot_generation, record.owner) = (slot, slot_generation, owner);
         (record.participants, record.claimed, record.completed) = (participants, 0, 0);
         (record.pins, record.failed) = (u32::from(kind == hold_kind::PIN), 0);
         let commit = old.next_generation(kind);
-        record.commit.raise(Table::Holds, hold, commit);
+        record.commit.raise(Table::Holds.record(hold), commit);
         self.link_hold(hold, kind)?;
         Ok(hold_id(hold, commit.generation))
     }
@@ -82,7 +82,7 @@ impl Index<'_> {
         let commit = self.hold_commit(hold)?;
         let record = self.hold(hold)?;
         let (slot, next, prev) = (record.slot, record.next_in_slot, record.prev_in_slot);
-        record.commit.lower(Table::Holds, hold, commit.with_state(hold_kind::FREE));
+        record.commit.lower(Table::Holds.record(hold), commit.with_state(hold_kind::FREE));
         let (next, prev) = (deref(next, self.holds.len())?, deref(prev, self.holds.len())?);
         if let Some(next) = next {
             self.hold_mut(next)?.prev_in_slot = reference(prev);
@@ -173,7 +173,7 @@ impl Index<'_> {
     }
 
     pub(super) fn hold_commit(&self, hold: u32) -> Checked<Commit> {
-        self.hold(hold)?.commit.load(Table::Holds, hold).ok_or(Damaged(&"a hold's check bits do not fit"))
+        self.hold(hold)?.commit.load(Table::Holds.record(hold)).ok_or(Damaged(&"a hold's check bits do not fit"))
     }
 
     pub(super) fn hold(&self, hold: u32) -> Checked<&Hold> {

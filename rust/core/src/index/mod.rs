@@ -49,6 +49,8 @@ pub const MAX_CLIENT_RECORDS: u32 = 2 * crate::geometry::MAX_CLIENTS as u32;
 
 /// Processors fetch lines in pairs, and a slot is one.
 const ARRAY_ALIGN: usize = 128;
+/// Enough that most keys that are not there meet an empty bucket, and the others no stranger before them.
+const BUCKETS_PER_SLOT: u32 = 4;
 const INITIALISED: u64 = 0x6563_706f_6f6c_0001;
 
 /// The index contradicts itself: rebuild it and try again.
@@ -76,7 +78,7 @@ pub struct IndexLayout {
 impl IndexLayout {
     /// The layout for this many blocks, slots and holds, all blocks in one segment.
     pub(crate) fn new(num_blocks: u32, num_slots: u32, num_holds: u32) -> Self {
-        let num_buckets = num_slots.next_power_of_two();
+        let num_buckets = num_slots.next_power_of_two() * BUCKETS_PER_SLOT;
         Self { num_blocks, blocks_per_segment: num_blocks.max(1), num_slots, num_holds, num_buckets, block_size: 1 }
     }
 

@@ -40,7 +40,7 @@ impl Index<'_> {
     /// The namespace that `reference` means, unless its row was given to another one.
     pub fn namespace(&self, reference: NamespaceRef) -> Option<NamespaceKey> {
         let row = self.namespaces.get(reference.row as usize)?;
-        let commit = row.commit.load(Table::Namespaces, reference.row)?;
+        let commit = row.commit.load(Table::Namespaces.record(reference.row))?;
         let same = commit.state == namespace_state::USED && commit.generation == reference.generation;
         same.then_some(NamespaceKey { row: reference.row, epoch: row.epoch })
     }
@@ -56,13 +56,13 @@ impl Index<'_> {
         let Some(row) = self.spare_namespace()? else { return Ok(None) };
         let commit = self.namespace_commit(row)?;
         let record = self.namespace_mut(row)?;
-        record.commit.lower(Table::Namespaces, row, commit.with_state(namespace_state::FREE));
+        record.commit.lower(Table::Namespaces.record(row), commit.with_state(namespace_state::FREE));
         record.digest = *digest;
         (record.epoch, record.blocks_used, record.entries) = (0, 0, 0);
         (record.learned, record.next_learned) = ([LearnedRow::default(); LEARNED_ROWS], 0);
         record.label_len = store_label(&mut record.label, label);
         let commit = commit.next_generation(namespace_state::USED);
-        record.commit.raise(Table::Namespaces, row, commit);
+        record.commit.raise(Table::Namespaces.record(row), commit);
         Ok(Some(NamespaceRef { row, generation: commit.generation }))
     }
 
@@ -104,7 +104,7 @@ impl Index<'_> {
         for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
             let links = self.links(slot)?;
             if self.state_of(slot) == slot_state::READY && links.leases == 0 && links.firm_holds == 0 {
-                let row = self.slot(slot)?.namespace as usize;
+                let row = usize::from(self.slot(slot)?.namespace);
                 let (count, newest) = evictable.get_mut(row).ok_or(Damaged(&"a namespace is out of range"))?;
                 (*count, *newest) = (*count + 1, (*newest).max(self.slot(slot)?.sequence));
             }
@@ -113,7 +113,7 @@ impl Index<'_> {
         let rows = (0..self.namespaces.len() as u32).filter(idle);
         let Some(row) = rows.min_by_key(|row| evictable[*row as usize].1) else { return Ok(None) };
         for slot in 0..self.root.slots_touched.min(self.layout.num_slots) {
-            if self.state_of(slot) == slot_state::READY && self.slot(slot)?.namespace == row {
+            if self.state_of(slot) == slot_state::READY && u32::from(self.slot(slot)?.namespace) == row {
                 self.tally.evictions += 1;
                 self.tally.evicted_blocks += u64::from(self.slot(slot)?.num_blocks);
                 self.free_entry(slot)?;
@@ -136,7 +136,10 @@ impl Index<'_> {
         let mut dropped = 0;
         for slot in from..end {
             let live = matches!(self.slot_commit(slot)?.state, slot_state::WRITING | slot_state::READY);
-            if live && self.slot(slot)?.namespace == row && self.slot(slot)?.epoch != self.namespace_row(row)?.epoch {
+            if live
+                && u32::from(self.slot(slot)?.namespace) == row
+                && self.slot(slot)?.epoch != self.namespace_row(row)?.epoch
+            {
                 self.drop_entry(slot)?;
                 dropped += 1;
             }
@@ -165,7 +168,7 @@ impl Index<'_> {
     /// Every namespace in use.
     pub fn namespace_infos(&self) -> Vec<NamespaceInfo> {
         let used = |(row, record): &(usize, &NamespaceRow)| {
-            record.commit.load_or_free(Table::Namespaces, *row as u32).state == namespace_state::USED
+            record.commit.load_or_free(Table::Namespaces.record(*row as u32)).state == namespace_state::USED
         };
         let info = |(_, record): (usize, &NamespaceRow)| NamespaceInfo {
             label: read_label(&record.label, record.label_len),
@@ -181,7 +184,7 @@ impl Index<'_> {
         let mut found = Vec::new();
         for (row, record) in (0u32..).zip(self.namespaces.iter()) {
             let label = read_label(&record.label, record.label_len);
-            let used = record.commit.load_or_free(Table::Namespaces, row).state == namespace_state::USED;
+            let used = record.commit.load_or_free(Table::Namespaces.record(row)).state == namespace_state::USED;
             if used && wanted(&label) {
                 found.push((NamespaceKey { row, epoch: record.epoch }, label));
             }
@@ -190,7 +193,7 @@ impl Index<'_> {
     }
 
     pub(super) fn namespace_commit(&self, row: u32) -> Checked<super::commit::Commit> {
-        let commit = self.namespace_row(row)?.commit.load(Table::Namespaces, row);
+        let commit = self.namespace_row(row)?.commit.load(Table::Namespaces.record(row));
         commit.ok_or(Damaged(&"a namespace's check bits do not fit"))
     }
 

@@ -63,16 +63,16 @@ impl Index<'_> {
         for (number, row) in self.namespaces.iter_mut().enumerate() {
             let number = number as u32;
             (row.blocks_used, row.entries) = (0, 0);
-            match row.commit.load(Table::Namespaces, number) {
+            match row.commit.load(Table::Namespaces.record(number)) {
                 Some(commit) if commit.state <= namespace_state::USED => {}
-                _ => row.commit.lower(Table::Namespaces, number, freed(row.commit.raw_generation())),
+                _ => row.commit.lower(Table::Namespaces.record(number), freed(row.commit.raw_generation())),
             }
         }
         for (number, client) in self.clients.iter_mut().enumerate() {
             let number = number as u32;
-            match client.commit.load(Table::Clients, number) {
+            match client.commit.load(Table::Clients.record(number)) {
                 Some(commit) if commit.state <= client_state::DYING => {}
-                _ => client.commit.lower(Table::Clients, number, freed(client.commit.raw_generation())),
+                _ => client.commit.lower(Table::Clients.record(number), freed(client.commit.raw_generation())),
             }
         }
         Ok(())
@@ -83,7 +83,7 @@ impl Index<'_> {
     /// A slot is committed only after its extents were written, so an interrupted allocation left none committed.
     fn keep_sound_slots(&mut self) -> Checked<()> {
         for slot in 0..self.root.slots_touched {
-            match self.slot(slot)?.commit.load(Table::Slots, slot) {
+            match self.slot(slot)?.load(slot) {
                 Some(Commit { state: slot_state::FREE, .. }) => {}
                 Some(commit) if self.is_sound(slot, commit) => self.mark_blocks(slot, commit)?,
                 _ => self.free_unsound(slot)?,
@@ -97,7 +97,7 @@ impl Index<'_> {
             return false;
         }
         let Ok(record) = self.slot(slot) else { return false };
-        let namespace = self.namespace_commit(record.namespace);
+        let namespace = self.namespace_commit(u32::from(record.namespace));
         if !namespace.is_ok_and(|n| n.state == namespace_state::USED) {
             return false;
         }
@@ -110,11 +110,16 @@ impl Index<'_> {
     fn has_sound_extents(&self, slot: u32, commit: Commit) -> Checked<()> {
         let record = self.slot(slot)?;
         let mut walk = Walk::new(record.first_block, record.num_blocks);
+        let mut runs = 0;
         while let Some((first, len)) = walk.next(self.blocks, slot, commit.generation)? {
+            runs += 1;
             let per_segment = self.layout.blocks_per_segment;
             if first / per_segment != (first + len - 1) / per_segment {
                 return Err(Damaged(&"an extent crosses a segment"));
             }
+        }
+        if (record.in_one_run == 1) != (runs == 1) {
+            return Err(Damaged(&"a slot and its extents disagree"));
         }
         Ok(())
     }
@@ -157,7 +162,7 @@ impl Index<'_> {
 
     fn free_unsound(&mut self, slot: u32) -> Checked<()> {
         let record = self.slot(slot)?;
-        record.commit.lower(Table::Slots, slot, freed(record.commit.raw_generation()));
+        record.lower(slot, freed(record.commit.raw_generation()));
         Ok(())
     }
 
@@ -167,12 +172,12 @@ impl Index<'_> {
     /// ended after the slot became READY, so an interrupted completion left a SAVE hold on a READY slot.
     fn keep_sound_holds(&mut self) -> Checked<()> {
         for hold in (0..self.root.holds_touched).rev() {
-            let kept = match self.hold(hold)?.commit.load(Table::Holds, hold) {
+            let kept = match self.hold(hold)?.commit.load(Table::Holds.record(hold)) {
                 Some(commit) if commit.state != hold_kind::FREE => self.is_sound_hold(hold, commit)?.then_some(commit),
                 Some(_) => None,
                 None => {
                     let record = self.hold(hold)?;
-                    record.commit.lower(Table::Holds, hold, freed(record.commit.raw_generation()));
+                    record.commit.lower(Table::Holds.record(hold), freed(record.commit.raw_generation()));
                     None
                 }
             };
@@ -206,7 +211,7 @@ impl Index<'_> {
     fn free_unsound_hold(&mut self, hold: u32) -> Checked<()> {
         let commit = self.hold_commit(hold)?;
         if commit.state != hold_kind::FREE {
-            self.hold(hold)?.commit.lower(Table::Holds, hold, commit.with_state(hold_kind::FREE));
+            self.hold(hold)?.commit.lower(Table::Holds.record(hold), commit.with_state(hold_kind::FREE));
         }
         self.give_hold(hold)
     }
@@ -217,7 +222,7 @@ impl Index<'_> {
             let commit = self.slot_commit(slot)?;
             let settled = self.settled_state(slot, commit)?;
             if settled != commit.state {
-                self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(settled));
+                self.slot(slot)?.lower(slot, commit.with_state(settled));
             }
             increment(&mut self.root.slots_used)?;
             if settled == slot_state::FREE {
@@ -249,7 +254,7 @@ impl Index<'_> {
 
     fn is_stale_or_double(&self, slot: u32) -> Checked<bool> {
         let record = self.slot(slot)?;
-        let row = record.namespace;
+        let row = u32::from(record.namespace);
         let namespace = NamespaceKey { row, epoch: self.namespace_row(row)?.epoch };
         Ok(record.epoch != namespace.epoch || self.find_any_epoch(&record.digest)?.is_some())
     }

@@ -9,7 +9,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::MAX_CLIENT_RECORDS;
-use super::commit::CommitWord;
+use super::commit::{Commit, CommitWord, Table, Whose};
 use crate::geometry::MAX_NAMESPACES;
 
 /// Dimensions that an entry's shape can have.
@@ -61,9 +61,12 @@ pub(crate) struct Slot {
     pub(crate) commit: CommitWord,
     pub(crate) digest: [u64; 4],
     pub(crate) epoch: u64,
+    /// The reference to the entry's first extent.
     pub(crate) first_block: u32,
     pub(crate) num_blocks: u32,
-    pub(crate) namespace: u32,
+    /// 1 where that extent is the only one. The check bits of the commit word vouch for these three.
+    pub(crate) in_one_run: u16,
+    pub(crate) namespace: u16,
     pub(crate) modality: u32,
     /// Derived; the rest of the slot is truth.
     pub(crate) links: Links,
@@ -77,6 +80,29 @@ pub(crate) struct Slot {
     pub(crate) reserved: [u8; 1],
     /// The incarnation of the region in which the checksum was last known to fit.
     pub(crate) verified_in: u32,
+}
+
+impl Slot {
+    /// What the check bits of its commit word depend on, this being slot `number`.
+    fn whose(&self, number: u32) -> Whose {
+        let place = u64::from(self.num_blocks) << 32 | u64::from(self.first_block);
+        Whose { table: Table::Slots, index: number, also: place ^ u64::from(self.in_one_run).rotate_right(1) }
+    }
+
+    /// What the commit word says, or `None` where its check bits do not fit.
+    pub(crate) fn load(&self, number: u32) -> Option<Commit> {
+        self.commit.load(self.whose(number))
+    }
+
+    /// [`CommitWord::lower`] of this slot's word.
+    pub(crate) fn lower(&self, number: u32, commit: Commit) {
+        self.commit.lower(self.whose(number), commit);
+    }
+
+    /// [`CommitWord::raise`] of this slot's word.
+    pub(crate) fn raise(&self, number: u32, commit: Commit) {
+        self.commit.raise(self.whose(number), commit);
+    }
 }
 
 /// What of a slot is seldom asked for.

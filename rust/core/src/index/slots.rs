@@ -1,6 +1,6 @@
 //! Slots: finding an entry by its digest, taking a slot, dropping an entry, making room.
 
-use super::commit::{Commit, Table};
+use super::commit::Commit;
 use super::crash::crash_point;
 use super::namespaces::NamespaceKey;
 use super::records::{Details, KEY_PREFIX_LEN, Links, Slot, slot_state};
@@ -104,7 +104,7 @@ impl Index<'_> {
             slot_state::WRITING | slot_state::READY => {}
             _ => return Ok(()),
         }
-        self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::DOOMED));
+        self.slot(slot)?.lower(slot, commit.with_state(slot_state::DOOMED));
         increment(&mut self.root.doomed)?;
         self.unlink_bucket(slot)?;
         if links.queued != 0 {
@@ -121,7 +121,7 @@ impl Index<'_> {
             slot_state::DOOMED => self.uncount_doomed()?,
             _ => return Err(Damaged(&"only an unfinished entry can be orphaned")),
         }
-        self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::ORPHANED));
+        self.slot(slot)?.lower(slot, commit.with_state(slot_state::ORPHANED));
         Ok(())
     }
 
@@ -138,7 +138,7 @@ impl Index<'_> {
             return Err(Damaged(&"a held entry was to be freed"));
         }
         let Slot { first_block, num_blocks, .. } = *self.slot(slot)?;
-        self.slot(slot)?.commit.lower(Table::Slots, slot, commit.with_state(slot_state::FREE));
+        self.slot(slot)?.lower(slot, commit.with_state(slot_state::FREE));
         match commit.state {
             slot_state::READY => {
                 self.unlink_bucket(slot)?;
@@ -220,7 +220,7 @@ impl Index<'_> {
     }
 
     pub(super) fn count_in_namespace(&mut self, slot: u32, num_blocks: u32, added: bool) -> Checked<()> {
-        let row = self.slot(slot)?.namespace;
+        let row = u32::from(self.slot(slot)?.namespace);
         let row = self.namespaces.get_mut(row as usize).ok_or(Damaged(&"a namespace is out of range"))?;
         let damage = Damaged(&"a namespace's sums are wrong");
         let blocks = u64::from(num_blocks);
@@ -242,23 +242,26 @@ impl Index<'_> {
         request: &SaveRequest<'_>,
         namespace: &NamespaceKey,
     ) -> Checked<()> {
+        let row = u16::try_from(namespace.row).map_err(|_| Damaged(&"a namespace is out of range"))?;
+        let in_one_run = self.is_one_run(first_block, num_blocks)?;
         crash_point();
         self.details_mut(slot)?.introduce(request);
         crash_point();
         let record = self.slot_mut(slot)?;
         (record.digest, record.epoch, record.sequence) = (request.digest, namespace.epoch, 0);
         (record.first_block, record.num_blocks) = (first_block, num_blocks);
-        (record.namespace, record.modality) = (namespace.row, request.modality);
+        (record.namespace, record.modality) = (row, request.modality);
+        record.in_one_run = u16::from(in_one_run);
         // Without dimensions none of the sizes that an earlier entry left count.
         (record.nbytes, record.dtype, record.ndim) = (0, 0, 0);
         (record.checksum, record.has_checksum, record.verified_in) = (0, 0, 0);
-        record.commit.raise(Table::Slots, slot, commit);
+        record.raise(slot, commit);
         self.link_bucket(slot)?;
         self.count_in_namespace(slot, num_blocks, true)
     }
 
     pub(super) fn slot_commit(&self, slot: u32) -> Checked<Commit> {
-        self.slot(slot)?.commit.load(Table::Slots, slot).ok_or(Damaged(&"a slot's check bits do not fit"))
+        self.slot(slot)?.load(slot).ok_or(Damaged(&"a slot's check bits do not fit"))
     }
 
     /// The commit of the slot where the generation is still the one meant.

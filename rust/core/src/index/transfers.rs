@@ -180,7 +180,7 @@ impl Index<'_> {
         self.before_firm_hold(slot)?;
         let record = self.hold_mut(hold)?;
         record.participants = participants;
-        record.commit.raise(super::commit::Table::Holds, hold, commit.with_state(hold_kind::LOAD));
+        record.commit.raise(super::commit::Table::Holds.record(hold), commit.with_state(hold_kind::LOAD));
         increment(&mut self.links_mut(slot)?.firm_holds)?;
         self.uncount_hold(slot, hold_kind::LEASE)?;
         self.end_transfer_if_resolved(hold)
@@ -287,7 +287,7 @@ impl Index<'_> {
         if shape.ndim > 0 && shape.shape[0] > 0 && modality != 0 {
             let row_bytes = nbytes / shape.shape[0];
             if let Ok(row_bytes) = u32::try_from(row_bytes) {
-                self.learn_row(row, modality, row_bytes)?;
+                self.learn_row(u32::from(row), modality, row_bytes)?;
             }
         }
         if nbytes > u64::from(num_blocks) * self.layout.block_size {
@@ -420,7 +420,7 @@ impl Index<'_> {
         let commit = self.slot_commit(slot)?;
         if ok && commit.state == slot_state::WRITING {
             let ready = commit.with_state(slot_state::READY);
-            self.slot(slot)?.commit.raise(super::commit::Table::Slots, slot, ready);
+            self.slot(slot)?.raise(slot, ready);
             self.tally.saves_completed += 1;
             self.end_hold(hold)?;
             return self.after_firm_hold(slot);
