@@ -100,7 +100,10 @@ impl EmbeddingCache {
             Some(namespace) => operation(index, &namespace).map(Some),
             None => Ok(None),
         })?;
-        outcome.ok_or_else(|| Error::NamespacesFull { limit: MAX_NAMESPACES })
+        match outcome {
+            Some(value) => Ok(value),
+            None => Err(Error::NamespacesFull { limit: MAX_NAMESPACES }),
+        }
     }
 
     /// The entry of this key, ready or being written.

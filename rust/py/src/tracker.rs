@@ -45,13 +45,19 @@ fn strings<'py, T>(
     iterable: &Bound<'py, PyAny>,
     make: impl Fn(Bound<'py, PyString>) -> PyResult<T>,
 ) -> PyResult<Vec<T>> {
-    if let Ok(list) = iterable.cast_exact::<PyList>() {
-        return list.iter().map(|each| make(each.cast_into::<PyString>()?)).collect();
+    let string = |each: Bound<'py, PyAny>| make(each.cast_into::<PyString>()?);
+    if iterable.is_exact_instance_of::<PyList>() {
+        return iterable.cast::<PyList>()?.iter().map(string).collect();
     }
-    if iterable.cast_exact::<PySet>().is_ok_and(|set| set.is_empty()) {
+    let size = if iterable.is_exact_instance_of::<PySet>() { Some(iterable.cast::<PySet>()?.len()) } else { None };
+    if size == Some(0) {
         return Ok(Vec::new());
     }
-    iterable.try_iter()?.map(|each| make(each?.cast_into::<PyString>()?)).collect()
+    let mut strings = Vec::with_capacity(size.unwrap_or(0));
+    for each in iterable.try_iter()? {
+        strings.push(string(each?)?);
+    }
+    Ok(strings)
 }
 
 type Tracker = ecpool_core::tracker::StepTracker<Py<PyString>, RequestId, OwnHash>;
