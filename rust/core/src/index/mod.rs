@@ -49,8 +49,9 @@ pub const MAX_CLIENT_RECORDS: u32 = 2 * crate::geometry::MAX_CLIENTS as u32;
 
 /// Processors fetch lines in pairs, and a slot is one.
 const ARRAY_ALIGN: usize = 128;
-/// Enough that most keys that are not there meet an empty bucket, and the others no stranger before them.
-const BUCKETS_PER_SLOT: u32 = 4;
+/// Enough that a key that is new meets an empty bucket: one in ten leads to a stranger's slot, which a large index fetches from
+/// memory for nothing.
+const BUCKETS_PER_SLOT: u32 = 8;
 const INITIALISED: u64 = 0x6563_706f_6f6c_0001;
 
 /// The index contradicts itself: rebuild it and try again.
