@@ -237,7 +237,9 @@ class TestIdentity:
             {"mm_encoder_attn_dtype": "fp8"},
         ],
     )
-    def test_other_settings_of_the_encoder_make_other_namespaces(self, given: dict[str, object]) -> None:
+    def test_other_settings_of_the_encoder_make_other_namespaces(
+        self, given: dict[str, object]
+    ) -> None:
         config = engine_config()
         before = namespace_of(config)
         for name, value in given.items():
