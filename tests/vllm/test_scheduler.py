@@ -419,6 +419,7 @@ class TestLoads:
         for _ in range(2):
             assert engine.step().loads == ["x"]
         assert engine.step().loads == []
+        engine.drain()
         assert not engine.cache.has_held_entries()
         assert engine.scheduler.counts["loads_given_up"] == 1
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecpool.vllm.boundary import Boundary
-from ecpool.vllm.giveback import GiveBack
 from ecpool.vllm.log import get_logger
 from ecpool.vllm.metadata import PlainLoad
 
@@ -42,14 +41,12 @@ class OpenLoads:
         self,
         cache: EmbeddingCache,
         boundary: Boundary,
-        give_back: GiveBack,
         close_later: Callable[[int], None],
         clock: Callable[[], float],
         counts: Counter[str],
     ) -> None:
         self._cache = cache
         self._boundary = boundary
-        self._give_back = give_back
         self._close_later = close_later
         self._clock = clock
         self._counts = counts
@@ -115,7 +112,7 @@ class OpenLoads:
             self._counts["loads_given_up"] += 1
             logger.error("ecpool: no worker has loaded %s in %g seconds", key, PATIENCE)
             del self._open[key]
-            self._give_back(self._cache.close_unclaimed, [self._late.pop(key).id])
+            self._close_later(self._late.pop(key).id)
 
 
 def _id(load: PlainLoad) -> int:

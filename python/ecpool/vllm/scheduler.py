@@ -102,7 +102,7 @@ class ECCPUScheduler:
         self._last_calls = LastCalls(batches + SPARE_STEPS)
         self._by_steps = self._make_by_steps(step_tracker, batches)
         self._open_loads = OpenLoads(
-            self._cache, self.boundary, self._give_back, self._last_calls.add, clock, self.counts
+            self._cache, self.boundary, self._last_calls.add, clock, self.counts
         )
         self._single_flight = self._make_single_flight()
         # This step.
@@ -371,9 +371,14 @@ class ECCPUScheduler:
         """One step on the clocks."""
         for save in self._new_saves.values():
             self._last_calls.add(save.transfer.id)
-        self._give_back(self._cache.close_unclaimed, self._last_calls.step())
+        self._give_back(self._close_unclaimed, self._last_calls.step())
         if self._by_steps is not None:
             self._by_steps.step(getattr(scheduler_output, "finished_req_ids", None) or ())
+
+    def _close_unclaimed(self, ids: list[int]) -> None:
+        """What stays open is looked at again: a rank's claim may only come when the lock is free."""
+        for each in self._cache.close_unclaimed(ids):
+            self._last_calls.add(each)
 
     # The rest of vLLM's interface.
 
