@@ -376,7 +376,7 @@ class ECCPUScheduler:
             self._by_steps.step(getattr(scheduler_output, "finished_req_ids", None) or ())
 
     def _close_unclaimed(self, ids: list[int]) -> None:
-        """What stays open is looked at again: a rank's claim may only come when the lock is free."""
+        """What stays open is looked at again: a rank may not yet have been able to claim it."""
         for each in self._cache.close_unclaimed(ids):
             self._last_calls.add(each)
 
