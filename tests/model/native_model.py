@@ -125,6 +125,14 @@ class Transfer:
     def num_blocks(self) -> int:
         return sum(num for _, num in self.extents)
 
+    @property
+    def as_load(self) -> tuple[int, Extents, tuple[int, ...], str]:
+        return self.id, self.extents, self.shape, self.dtype
+
+    @property
+    def as_save(self) -> tuple[int, Extents]:
+        return self.id, self.extents
+
 
 class Region:
     """The blocks of one pool and their bytes. Block i lies at i * block_size."""
@@ -194,6 +202,8 @@ class Region:
 
 class EmbeddingCache:
     """The model of `ecpool.EmbeddingCache`: one namespace's view of a region's entries."""
+
+    num_deferred = 0  # there is no lock that could be taken
 
     def __init__(
         self,

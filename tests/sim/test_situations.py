@@ -293,6 +293,35 @@ class TestStalledLock:
         engine.forget()
         engine.go_on()
 
+    def test_blocks_are_not_anothers_while_a_rank_reads_whose_claim_was_put_off(
+        self, story: Tell
+    ) -> None:
+        """The item was freed meanwhile, and the scheduler has the lock before that rank has it."""
+        engine = story(ranks=1, blocks=4, encoder_cache=4)
+        engine.serve(A)
+        engine.forget()
+        engine.ask(A)
+        assert engine.loads(engine.step()) == ["a"]
+        engine.stall()
+        engine.work()
+        engine.ask(C)
+        assert engine.step().freed == ["a"]
+        engine.work()
+        for _ in range(6):
+            engine.ask()
+            engine.step()
+            engine.work()
+        engine.go_on()
+        engine.forget()
+        engine.ask(C)
+        assert engine.saves(engine.step()) == []
+        engine.work()
+        engine.copy()
+        engine.forget()
+        engine.serve()
+        engine.ask(C)
+        assert engine.saves(engine.step()) == ["c"]
+
     def test_requests_are_served_meanwhile(self, story: Tell) -> None:
         engine = story()
         engine.serve(A)

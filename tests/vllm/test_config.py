@@ -234,9 +234,12 @@ class TestIdentity:
             {"media_io_kwargs": {"video": {"num_frames": 8}}},
             {"media_io_kwargs": {"video": {"backend": "torchcodec"}}},
             {"video_pruning_rate": 0.5},
+            {"mm_encoder_attn_dtype": "fp8"},
         ],
     )
-    def test_other_preprocessing_makes_other_namespaces(self, given: dict[str, object]) -> None:
+    def test_other_settings_of_the_encoder_make_other_namespaces(
+        self, given: dict[str, object]
+    ) -> None:
         config = engine_config()
         before = namespace_of(config)
         for name, value in given.items():
@@ -257,6 +260,8 @@ class TestIdentity:
             ("media_io_kwargs", {"video": {}}),
             ("video_pruning_rate", 0.0),
             ("video_pruning_method", "evs"),
+            ("mm_encoder_attn_dtype", None),
+            ("mm_encoder_fp8_scale_path", "/scales"),
         ],
     )
     def test_settings_that_say_nothing_are_as_none(self, name: str, value: object) -> None:
@@ -273,6 +278,15 @@ class TestIdentity:
         for settings.video_pruning_method in ("evs", "other"):
             found.add(namespace_of(config))
         assert len(found) == 2
+
+    def test_scales_of_the_encoders_attention_are_told_apart(self) -> None:
+        config = engine_config()
+        settings = config.model_config.multimodal_config
+        settings.mm_encoder_attn_dtype = "fp8"
+        found = {namespace_of(config)}
+        for settings.mm_encoder_fp8_scale_path in ("/some/scales", "/other/scales"):
+            found.add(namespace_of(config))
+        assert len(found) == 3
 
     def test_text_models_and_the_models_own_configuration(self) -> None:
         config = engine_config()

@@ -132,6 +132,8 @@ def break_scheduler(loop: Loop, broken: Broken) -> None:
     scheduler = loop.rig.engine.scheduler
     scheduler._cache = broken
     scheduler._open_loads._cache = broken
+    if scheduler._by_steps is not None:
+        scheduler._by_steps._cache = broken
 
 
 def break_worker(loop: Loop, broken: Broken) -> None:
@@ -177,7 +179,7 @@ class TestInjected:
         assert loop.lost == []
 
     @pytest.mark.parametrize("method", TRACKER_CALLS)
-    @pytest.mark.parametrize("which", ["_last_call", "_saves_by_steps", "_loads_by_steps"])
+    @pytest.mark.parametrize("which", ["_saves", "_loads"])
     def test_the_clocks_go_on(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -187,9 +189,9 @@ class TestInjected:
         times: int,
     ) -> None:
         loop = Loop(monkeypatch, settings={"completion": "steps"})
-        scheduler = loop.rig.engine.scheduler
-        broken = Broken(getattr(scheduler, which), method, error, times)
-        setattr(scheduler, which, broken)
+        by_steps = loop.rig.engine.scheduler._by_steps
+        broken = Broken(getattr(by_steps, which), method, error, times)
+        setattr(by_steps, which, broken)
         loop.run()
         broken.left = 0
         assert loop.is_healthy()

@@ -28,22 +28,18 @@ class Lagging:
 
     def __init__(self, busy: int) -> None:
         self.busy = busy
-        self.put_off = 0
+        self.num_deferred = 0
         self.attempts = 0
         self.done = threading.Event()
-        self._timeouts = 0
-
-    def counters(self) -> dict[str, int]:
-        return {"deferred": self.put_off, "lock_timeouts": self._timeouts}
 
     def unclaimed(self, ids: Sequence[int]) -> list[int]:
         self.attempts += 1
         if self.busy > 0:
             self.busy -= 1
-            self._timeouts += 1
             if self.busy % 2:
                 raise PoolBusyError
         else:
+            self.num_deferred = 0
             self.done.set()
         return list(ids)
 
@@ -281,7 +277,7 @@ class TestPutOff:
         worker = rig.workers[0]
         lagging = Lagging(busy=3)
         worker._settler = Settler(lagging, worker.boundary, after=0.001)
-        lagging.put_off = 1
+        lagging.num_deferred = 1
         rig.serve(Item("x"))
         assert lagging.done.wait(10)
         worker.shutdown()
@@ -292,7 +288,7 @@ class TestPutOff:
         scheduler = rig.engine.scheduler
         lagging = Lagging(busy=3)
         scheduler._settler = Settler(lagging, scheduler.boundary, after=0.001)
-        lagging.put_off = 1
+        lagging.num_deferred = 1
         rig.serve(Item("x"))
         assert lagging.done.wait(10)
         scheduler.shutdown()
@@ -310,7 +306,7 @@ class TestPutOff:
         lagging = Lagging(busy=2)
         settler = Settler(lagging, Boundary(LOGGER), after=0.02)
         for round in (1, 2):
-            lagging.put_off = round
+            lagging.num_deferred = round
             for _ in range(10):
                 settler.watch()
             assert len(settlers()) == 1
@@ -320,14 +316,14 @@ class TestPutOff:
             assert settlers() == []
             lagging.done.clear()
         settler.close()
-        lagging.put_off = 3
+        lagging.num_deferred = 3
         settler.watch()
         assert settlers() == []
 
     def test_it_ends_with_an_owner_that_was_dropped(self) -> None:
         lagging = Lagging(busy=10**9)
         settler = Settler(lagging, Boundary(LOGGER), after=0.001)
-        lagging.put_off = 1
+        lagging.num_deferred = 1
         settler.watch()
         (thread,) = settlers()
         del settler
@@ -337,7 +333,7 @@ class TestPutOff:
     def test_closing_does_not_wait_for_the_next_try(self) -> None:
         lagging = Lagging(busy=0)
         settler = Settler(lagging, Boundary(LOGGER), after=1000.0)
-        lagging.put_off = 1
+        lagging.num_deferred = 1
         settler.watch()
         (thread,) = settlers()
         settler.close()

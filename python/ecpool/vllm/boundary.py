@@ -49,10 +49,14 @@ class Boundary:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            if not is_containable(error):
-                raise
-            self.failed(getattr(function, "__name__", "a call"), error)
+            self.contain(getattr(function, "__name__", "a call"), error)
             return default
+
+    def contain(self, what: str, error: BaseException) -> None:
+        """`failed`, for use in a handler; raises what is meant to end the process again."""
+        if not is_containable(error):
+            raise error
+        self.failed(what, error)
 
     def failed(self, what: str, error: BaseException) -> None:
         """Count and log a failure that was survived."""

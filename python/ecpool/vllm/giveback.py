@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecpool.errors import PoolBusyError
-from ecpool.vllm.boundary import Boundary, is_containable
+from ecpool.vllm.boundary import Boundary
 
 if TYPE_CHECKING:
     from ecpool import EmbeddingCache
@@ -35,27 +36,32 @@ class GiveBack:
 
     def __call__(self, function: Callable[[list[int]], object], ids: list[int]) -> None:
         """Call ``function(ids)``, now or, if it fails, once more with each `retry`."""
-        if ids:
-            self._attempt(_Owed(function, ids))
+        if not ids:
+            return
+        try:
+            function(ids)
+        except BaseException as error:
+            self._failed(_Owed(function, ids), error)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there are calls to be made again."""
+        return bool(self._owed)
 
     def retry(self) -> None:
         """Make the calls that failed before."""
-        if not self._owed:
-            return
         owed, self._owed = self._owed, []
         for each in owed:
-            self._attempt(each)
+            try:
+                each.function(each.ids)
+            except BaseException as error:
+                self._failed(each, error)
 
-    def _attempt(self, call: _Owed) -> None:
-        try:
-            call.function(call.ids)
-        except BaseException as error:
-            if not is_containable(error):
-                raise
-            self._boundary.failed(getattr(call.function, "__name__", "a call"), error)
-            call.attempts += 1
-            if call.attempts < ATTEMPTS:
-                self._owed.append(call)
+    def _failed(self, call: _Owed, error: BaseException) -> None:
+        self._boundary.contain(getattr(call.function, "__name__", "a call"), error)
+        call.attempts += 1
+        if call.attempts < ATTEMPTS:
+            self._owed.append(call)
 
 
 class Settler:
@@ -72,26 +78,25 @@ class Settler:
     ) -> None:
         self._cache = cache
         self._boundary = boundary
-        self._settled = 0
         self._alarm = _Alarm(after)
         # Also before the interpreter ends: no thread may be in the native module then.
         self._stop = weakref.finalize(self, self._alarm.stop)
 
     def settle(self) -> None:
         """Once in every step."""
-        self._boundary.call(False, self._settle)
+        if self._cache.num_deferred:
+            self._boundary.call(False, self._settle)
 
     def watch(self) -> None:
         """After calls that may have put something off and that none may follow."""
-        self._boundary.call(None, self._watch)
+        if self._cache.num_deferred:
+            self._boundary.call(None, self._watch)
 
     def close(self) -> None:
         """Nothing is done any more. Waits for the thread, unless called in it."""
         self._stop()
 
     def _watch(self) -> None:
-        if self._cache.counters().get("deferred", 0) == self._settled:
-            return
         this = weakref.ref(self)
 
         def again() -> bool:
@@ -102,18 +107,9 @@ class Settler:
 
     def _settle(self) -> bool:
         """Whether something is still put off."""
-        before = self._cache.counters()
-        put_off = before.get("deferred", 0)
-        if put_off == self._settled:
-            return False
-        try:
+        with contextlib.suppress(PoolBusyError):
             self._cache.unclaimed(())  # any call that gets the lock does what was put off first
-        except PoolBusyError:
-            return True
-        if self._cache.counters().get("lock_timeouts", 0) != before.get("lock_timeouts", 0):
-            return True
-        self._settled = put_off
-        return False
+        return self._cache.num_deferred > 0
 
 
 class _Alarm:

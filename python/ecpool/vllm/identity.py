@@ -98,6 +98,7 @@ def _parts(vllm_config: Any) -> dict[str, Any]:
         "adapters": _adapters(getattr(vllm_config, "lora_config", None)),
         **_code_and_config(model),
         **_preprocessing(getattr(model, "multimodal_config", None)),
+        "attention": _encoder_attention(getattr(model, "multimodal_config", None)),
         "vllm": _vllm_version(),
         **_random_weights(vllm_config),
     }
@@ -156,6 +157,13 @@ def _preprocessing(multimodal: Any) -> dict[str, str | None]:
         "media": _text(_media_arguments(getattr(multimodal, "media_io_kwargs", None))),
         "video_pruning": _text([rate, method]) if rate else None,
     }
+
+
+def _encoder_attention(multimodal: Any) -> str | None:
+    """The encoder's attention in a smaller type changes more than the last digits."""
+    dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    return _text([str(dtype), scales]) if dtype else None
 
 
 def _processor_arguments(given: Mapping[str, object] | None) -> dict[str, object] | None:

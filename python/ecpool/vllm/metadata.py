@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 Extents = tuple[tuple[int, int], ...]
+
+# `Load` and `Save` as they travel.
+PlainLoad = tuple[str, int, Extents, tuple[int, ...], str]
+PlainSave = tuple[str, int, Extents]
 
 
 class Load(NamedTuple):
@@ -40,9 +45,16 @@ class ECPoolMetadata(ECConnectorMetadata):
 
     __slots__ = ("_loads", "_saves")
 
-    def __init__(self, loads: list[Load] | None = None, saves: list[Save] | None = None) -> None:
-        self._loads: list[tuple[Any, ...]] = [tuple(each) for each in loads or ()]
-        self._saves: list[tuple[Any, ...]] = [tuple(each) for each in saves or ()]
+    def __init__(self, loads: Iterable[PlainLoad] = (), saves: Iterable[PlainSave] = ()) -> None:
+        self._loads: list[PlainLoad] = [(*each,) for each in loads]
+        self._saves: list[PlainSave] = [(*each,) for each in saves]
+
+    @classmethod
+    def of_plain(cls, loads: list[PlainLoad], saves: list[PlainSave]) -> ECPoolMetadata:
+        """Metadata that takes these lists over, whose items must be plain tuples."""
+        metadata = cls.__new__(cls)
+        metadata._loads, metadata._saves = loads, saves
+        return metadata
 
     @property
     def loads(self) -> list[Load]:
@@ -59,7 +71,6 @@ class ECPoolMetadata(ECConnectorMetadata):
         return f"ECPoolMetadata(loads={self.loads!r}, saves={self.saves!r})"
 
 
-def _restore(loads: list[tuple[Any, ...]], saves: list[tuple[Any, ...]]) -> ECPoolMetadata:
-    metadata = ECPoolMetadata()
-    metadata._loads, metadata._saves = loads, saves
-    return metadata
+def _restore(loads: list[PlainLoad], saves: list[PlainSave]) -> ECPoolMetadata:
+    # A function of the module takes fewer bytes than a method.
+    return ECPoolMetadata.of_plain(loads, saves)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecpool.vllm import widths
 from ecpool.vllm.boundary import Boundary
+from ecpool.vllm.by_steps import CompletionBySteps
 from ecpool.vllm.config import (
     PER_REQUEST_ADVICE,
     PoolConfig,
@@ -31,14 +32,14 @@ from ecpool.vllm.expectations import (
     PROMPT_EMBEDS,
     Expectations,
     Expected,
-    expected_of,
     is_per_request,
 )
 from ecpool.vllm.giveback import GiveBack, Settler
 from ecpool.vllm.identity import dtype_name, identify
+from ecpool.vllm.last_calls import LastCalls
 from ecpool.vllm.loads import OpenLoads
 from ecpool.vllm.log import get_logger
-from ecpool.vllm.metadata import ECPoolMetadata, Load, Save
+from ecpool.vllm.metadata import ECPoolMetadata
 from ecpool.vllm.single_flight import SingleFlight
 from ecpool.vllm.summary import Summary
 
@@ -97,9 +98,11 @@ class ECCPUScheduler:
         self._summary = Summary(logger, self._config.log_interval, clock)
         self._give_back = GiveBack(self.boundary)
         self._settler = Settler(self._cache, self.boundary)
-        self._start_clocks(step_tracker)
+        batches = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
+        self._last_calls = LastCalls(batches + SPARE_STEPS)
+        self._by_steps = self._make_by_steps(step_tracker, batches)
         self._open_loads = OpenLoads(
-            self._cache, self.boundary, self._give_back, self._close_later, clock, self.counts
+            self._cache, self.boundary, self._last_calls.add, clock, self.counts
         )
         self._single_flight = self._make_single_flight()
         # This step.
@@ -107,6 +110,8 @@ class ECCPUScheduler:
         self._leases: dict[str, Transfer] = {}
         self._new_loads: dict[str, Transfer] = {}
         self._new_saves: dict[str, _PendingSave] = {}
+        # By modality: what a row takes, as far as that is known without having seen one.
+        self._row_bytes: dict[str, int] = {}
 
     def _open(self, region: Region | None) -> EmbeddingCache:
         from ecpool.vllm.attach import open_cache, open_region
@@ -117,17 +122,16 @@ class ECCPUScheduler:
             self._region = region
         return open_cache(region, self._config, identity)
 
-    def _start_clocks(self, step_tracker: type[StepTracker] | None) -> None:
+    def _make_by_steps(
+        self, step_tracker: type[StepTracker] | None, batches: int
+    ) -> CompletionBySteps | None:
+        if self._config.completion != "steps":
+            return None
         if step_tracker is None:
             from ecpool import StepTracker
 
             step_tracker = StepTracker
-        batches = max(1, int(getattr(self._vllm_config, "max_concurrent_batches", 1)))
-        # Comes back when no worker can still be about to claim: every step that named it has ended.
-        self._last_call = step_tracker(batches + SPARE_STEPS)
-        self._by_steps = self._config.completion == "steps"
-        self._saves_by_steps = step_tracker(batches)
-        self._loads_by_steps = step_tracker(batches)
+        return CompletionBySteps(self._cache, self.boundary, self._give_back, step_tracker, batches)
 
     def _make_single_flight(self) -> SingleFlight | None:
         """None where nothing is waited for: alone in a pool, or not allowed to load."""
@@ -155,58 +159,60 @@ class ECCPUScheduler:
         """
         if not self._is_consumer or self._closed:
             return False
-        self._expectations.note_growth()
-        self._answers[identifier] = False
+        if self._expectations.may_grow:
+            self._expectations.note_growth()
         answer = self._promise(identifier)
         self._answers[identifier] = answer
         return answer
 
     def _promise(self, key: str) -> bool:
-        if self._expectations.disagree(key):
-            # Nobody can tell whose content was stored.
-            self.counts["conflicts"] += 1
-            self._drop(key)
-            return False
         expected = self._expectations.of(key)
-        if expected is None or expected.rows <= 0 or self._is_unique(key, expected):
+        if expected is None:
+            self._settle_conflict(key)
             return False
         if key in self._leases or key in self._new_loads:
             return True
-        lease = self.boundary.call(None, self._lease, key, expected)
+        if expected[1] <= 0 or (self._per_request_keys and is_per_request(key, expected[0])):
+            return False
+        lease = self._lease(key, expected)
         if lease is None:
             return False
         self._leases[key] = lease
         return True
 
+    def _settle_conflict(self, key: str) -> None:
+        """Where requests disagree nobody can tell whose content was stored: it goes."""
+        if self._expectations.disagree(key):
+            self.counts["conflicts"] += 1
+            # Nothing has 0 rows, so this finds a mismatch.
+            self._lease(key, ("", 0))
+
     def _lease(self, key: str, expected: Expected) -> Transfer | None:
-        lease = self._cache.lease(
-            key, rows=expected.rows, dtype=self._dtype, modality=expected.modality
-        )
-        if lease is None or lease.unverified is None:
-            return lease
+        """None as well where the pool fails."""
+        modality, rows = expected
         try:
-            return lease if self._verify(lease) else None
+            lease = self._cache.lease(key, rows=rows, dtype=self._dtype, modality=modality)
+            if lease is None or lease.unverified is None or self._verify(lease):
+                return lease
+        except BaseException as error:
+            self.boundary.contain("lease", error)
+        return None
+
+    def _verify(self, lease: Transfer) -> bool:
+        """Whether bytes are as they were stored, before a time in which nobody had the pool."""
+        try:
+            region = self._region
+            fits = (
+                region is not None
+                and region.checksum(lease.extents, lease.nbytes) == lease.unverified
+            )
+            self._cache.confirm(lease.id, fits=fits)
         except BaseException:
             # vLLM asks again in the next step: each time a lease would be left.
             self._give_back(self._cache.end_leases, [lease.id])
             raise
-
-    def _verify(self, lease: Transfer) -> bool:
-        """Whether bytes are as they were stored, before a time in which nobody had the pool."""
-        region = self._region
-        fits = (
-            region is not None and region.checksum(lease.extents, lease.nbytes) == lease.unverified
-        )
-        self._cache.confirm(lease.id, fits=fits)
         self.counts["verified" if fits else "corrupted"] += 1
         return fits
-
-    def _drop(self, key: str) -> None:
-        """Forget what is stored: nothing has 0 rows, so this finds a mismatch, which goes."""
-        self.boundary.call(None, self._lease, key, Expected("", 0))
-
-    def _is_unique(self, key: str, expected: Expected) -> bool:
-        return self._per_request_keys and is_per_request(key, expected.modality)
 
     # What vLLM decided.
 
@@ -221,10 +227,11 @@ class ECCPUScheduler:
             self._single_flight.settle(request.request_id, key)
         if self._answers.get(key):
             self._load(key, request.request_id)
-        else:
-            self.counts["misses"] += self._is_consumer
-            if self._is_producer:
-                self._save(key, expected_of(feature), (request.request_id, index))
+            return
+        if self._is_consumer:
+            self.counts["misses"] += 1
+        if self._is_producer:
+            self._save(key, (request.request_id, index))
 
     def _load(self, key: str, request_id: str) -> None:
         lease = self._leases.pop(key, None)
@@ -233,38 +240,45 @@ class ECCPUScheduler:
         self._new_loads[key] = lease
         self.counts["hits"] += 1
         self.counts["loaded_bytes"] += lease.nbytes
-        if self._by_steps:
-            self._start_clock(self._loads_by_steps, lease.id, request_id)
+        if self._by_steps is not None:
+            self._by_steps.begin_load(lease.id, request_id)
 
-    def _save(self, key: str, expected: Expected, place: tuple[str, int]) -> None:
+    def _save(self, key: str, place: tuple[str, int]) -> None:
         pending = self._new_saves.get(key)
         if pending is not None:
             pending.places.append(place)
             return
-        if self._expectations.disagree(key) or self._is_unique(key, expected):
+        expected = self._expectations.of(key)
+        if expected is None or (self._per_request_keys and is_per_request(key, expected[0])):
             self.counts["not_kept"] += 1
             return
-        result = self.boundary.call("failed", self._begin_save, key, expected)
-        if isinstance(result, str):
-            self._not_saved(key, expected, result)
+        begun = self._begin_save(key, expected)
+        if isinstance(begun, str):
+            self._not_saved(key, expected, begun)
             return
-        self._new_saves[key] = _PendingSave(result, [place])
-        if self._by_steps:
-            self._start_clock(self._saves_by_steps, result.id, place[0])
+        self._new_saves[key] = _PendingSave(begun, [place])
+        if self._by_steps is not None:
+            self._by_steps.begin_save(begun.id, place[0])
 
     def _begin_save(self, key: str, expected: Expected) -> Transfer | str:
-        result = self._allocate(key, expected)
-        if result == "exists" and not self._is_consumer and not self._matches(key, expected):
-            result = self._allocate(key, expected)
-        return result
+        """The save, or why there is none."""
+        try:
+            begun = self._allocate(key, expected)
+            if begun == "exists" and not self._is_consumer and not self._matches(key, expected):
+                begun = self._allocate(key, expected)
+            return begun
+        except BaseException as error:
+            self.boundary.contain("begin_save", error)
+            return "failed"
 
     def _allocate(self, key: str, expected: Expected) -> Transfer | str:
+        modality, rows = expected
+        row_bytes = self._row_bytes.get(modality)
+        if row_bytes is None:
+            row_bytes = widths.row_bytes(self._vllm_config, modality)
+            self._row_bytes[modality] = row_bytes
         return self._cache.begin_save(
-            key,
-            rows=expected.rows,
-            row_bytes=widths.row_bytes(self._vllm_config, expected.modality),
-            modality=expected.modality,
-            ranks=1 << SAVE_RANK,
+            key, rows=rows, row_bytes=row_bytes, modality=modality, ranks=1 << SAVE_RANK
         )
 
     def _matches(self, key: str, expected: Expected) -> bool:
@@ -281,8 +295,8 @@ class ECCPUScheduler:
             logger.warning(
                 "ecpool: an item of %d rows (%s, key %s) is larger than the whole pool of %d bytes "
                 "and is not kept; raise capacity to keep such items. Later ones are only counted",
-                expected.rows,
-                expected.modality,
+                expected[1],
+                expected[0],
                 key,
                 self._config.capacity,
             )
@@ -294,21 +308,21 @@ class ECCPUScheduler:
         # Each part by itself, so that none takes a promised load down with it.
         part = self.boundary.call
         self._settler.settle()
-        part(None, self._give_back.retry)
-        part(None, self._end_unused_leases)
-        part(None, self._withdraw_saves, scheduler_output)
+        if self._give_back.owes:
+            part(None, self._give_back.retry)
+        if self._leases:
+            part(None, self._end_unused_leases)
+        if self._new_saves and scheduler_output is not None:
+            part(None, self._withdraw_saves, scheduler_output)
         part(None, self._renew_loads, scheduler_output)
         part(None, self._tick, scheduler_output)
         loads = self._open_loads.announce(with_tokens=_num_tokens(scheduler_output) > 0)
-        saves = [
-            Save(key, each.transfer.id, each.transfer.extents)
-            for key, each in self._new_saves.items()
-        ]
+        saves = [(key, *save.transfer.as_save) for key, save in self._new_saves.items()]
         self.counts["saves"] += len(saves)
         self._end_step()
         part(None, self._summary.tick, self._summary_numbers)
         self._settler.watch()
-        return ECPoolMetadata(loads, saves)
+        return ECPoolMetadata.of_plain(loads, saves)
 
     def _end_step(self) -> None:
         self._answers.clear()
@@ -322,20 +336,21 @@ class ECCPUScheduler:
 
     def _withdraw_saves(self, scheduler_output: Any) -> None:
         """Take back the saves of items that vLLM does not encode in this step after all."""
-        if not self._new_saves or scheduler_output is None:
-            return
         scheduled = scheduler_output.scheduled_encoder_inputs
         if self._is_consumer and not _num_tokens(scheduler_output):
             scheduled = {}  # a step that workers may skip
-        gone = [
-            key
-            for key, save in self._new_saves.items()
-            if not any(index in scheduled.get(request, ()) for request, index in save.places)
-        ]
-        self.counts["saves_withdrawn"] += len(gone)
-        self._give_back(
-            self._cache.withdraw, [self._new_saves.pop(key).transfer.id for key in gone]
-        )
+        gone = []
+        for key, save in self._new_saves.items():
+            for request_id, index in save.places:
+                if index in scheduled.get(request_id, ()):
+                    break
+            else:
+                gone.append(key)
+        if gone:
+            self.counts["saves_withdrawn"] += len(gone)
+            self._give_back(
+                self._cache.withdraw, [self._new_saves.pop(key).transfer.id for key in gone]
+            )
 
     def _renew_loads(self, scheduler_output: Any) -> None:
         """Bring the announced loads up to date.
@@ -345,9 +360,9 @@ class ECCPUScheduler:
         """
         self._open_loads.forget(getattr(scheduler_output, "free_encoder_mm_hashes", None) or ())
         self._open_loads.refresh()
-        for key, lease in self._new_loads.items():
-            self._open_loads.add(Load(key, lease.id, lease.extents, lease.shape, lease.dtype))
-        self._give_back(self._dispatch, [lease.id for lease in self._new_loads.values()])
+        if self._new_loads:
+            self._open_loads.add(self._new_loads)
+            self._give_back(self._dispatch, [lease.id for lease in self._new_loads.values()])
 
     def _dispatch(self, ids: list[int]) -> None:
         self._cache.dispatch_loads(ids, ranks=self._load_ranks)
@@ -355,50 +370,15 @@ class ECCPUScheduler:
     def _tick(self, scheduler_output: Any) -> None:
         """One step on the clocks."""
         for save in self._new_saves.values():
-            self._close_later(save.transfer.id)
-        late = self.boundary.call([], self._last_call.step, ())
-        self._give_back(self._cache.close_unclaimed, [int(each) for each in late])
-        if self._by_steps:
-            finished = getattr(scheduler_output, "finished_req_ids", None) or ()
-            self._finish_by_steps(list(finished))
+            self._last_calls.add(save.transfer.id)
+        self._give_back(self._close_unclaimed, self._last_calls.step())
+        if self._by_steps is not None:
+            self._by_steps.step(getattr(scheduler_output, "finished_req_ids", None) or ())
 
-    def _close_later(self, transfer_id: int) -> None:
-        """Close a transfer, unless it was claimed, once every step that named it is over."""
-        self._start_clock(self._last_call, transfer_id)
-
-    def _start_clock(self, clock: StepTracker, transfer_id: int, request_id: str = "") -> None:
-        """What is not on its clock is never given back, so this is not to be lost either."""
-
-        def start_clock(ids: list[int]) -> None:
-            clock.add(str(ids[0]), request_id)
-
-        self._give_back(start_clock, [transfer_id])
-
-    def _finish_by_steps(self, finished: list[str]) -> None:
-        """As vLLM 0.26: what is as old as the steps that can be in flight counts as done."""
-        saves = self._expired(self._saves_by_steps, finished)
-        # Of a save that no worker has claimed not even the shape is known.
-        unseen = self._unclaimed(saves)
-        self._give_back(self._close_save, [each for each in saves if each in unseen])
-        self._give_back(self._cache.finish_saves, [each for each in saves if each not in unseen])
-        loads = self._expired(self._loads_by_steps, finished)
-        # A load that some rank has not seen is not over, however many steps have gone by.
-        unseen = self._unclaimed(loads)
-        for each in unseen:
-            self._start_clock(self._loads_by_steps, each)
-        self._give_back(self._cache.finish_loads, [each for each in loads if each not in unseen])
-
-    def _close_save(self, ids: list[int]) -> None:
-        """Where the lock was not free, one may be claimed after all, and no worker will end it."""
+    def _close_unclaimed(self, ids: list[int]) -> None:
+        """What stays open is looked at again: a rank may not yet have been able to claim it."""
         for each in self._cache.close_unclaimed(ids):
-            self._start_clock(self._saves_by_steps, each)
-
-    def _expired(self, tracker: StepTracker, finished: list[str]) -> list[int]:
-        return [int(each) for each in self.boundary.call([], tracker.step, finished)]
-
-    def _unclaimed(self, ids: list[int]) -> set[int]:
-        """Those that some rank has not claimed; in doubt all."""
-        return set(self.boundary.call(ids, self._cache.unclaimed, ids)) if ids else set()
+            self._last_calls.add(each)
 
     # The rest of vLLM's interface.
 
@@ -430,9 +410,8 @@ class ECCPUScheduler:
         self._give_back(self._cache.withdraw, saves)
         loads = [lease.id for lease in self._new_loads.values()]
         self._give_back(self._cache.end_leases, loads)
-        if self._by_steps:
-            drained = self.boundary.call([], self._loads_by_steps.drain_all)
-            self._give_back(self._cache.finish_loads, [int(each) for each in drained])
+        if self._by_steps is not None:
+            self._by_steps.end_loads()
         self._end_step()
         self._summary.last(self._summary_numbers)
         self._settler.close()

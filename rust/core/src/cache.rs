@@ -405,12 +405,13 @@ impl EmbeddingCache {
         }
     }
 
-    /// Lets no further rank claim these; returns those that are still open. If the lock is not free in time, all are.
+    /// Lets no further rank claim these; returns those that are still open: some rank has claimed them, or may have without
+    /// that it is known yet. If the lock is not free in time, all are.
     ///
     /// # Errors
     /// `Busy` only for a zero `wait`; `Closed`.
     pub fn close_unclaimed(&self, wait: Duration, ids: &[TransferId]) -> Result<Vec<TransferId>> {
-        let outcome = self.select(wait, ids, |index, id| index.close_unclaimed(id));
+        let outcome = self.select(wait, ids, |index, id| self.client.close_unclaimed(index, id));
         match outcome {
             Err(Error::Busy { .. }) if !wait.is_zero() => {
                 ids.iter().for_each(|id| self.client.defer(Deferred::CloseUnclaimed(*id)));

@@ -52,6 +52,10 @@ pub enum Counter {
     CopiesFailed = 22,
     /// Entries dropped because their bytes did not fit their checksum.
     Corrupted = 23,
+    /// Claims of loads that were put off: their copies go on, on leases alone.
+    ClaimsPutOff = 24,
+    /// Those of them that are recorded now.
+    ClaimsMadeLate = 25,
 }
 
 /// Every counter with the name that tools and metrics use.
@@ -80,6 +84,8 @@ pub const COUNTERS: &[(Counter, &str)] = &[
     (Counter::DeadClients, "dead_clients"),
     (Counter::CopiesFailed, "copies_failed"),
     (Counter::Corrupted, "corrupted"),
+    (Counter::ClaimsPutOff, "claims_put_off"),
+    (Counter::ClaimsMadeLate, "claims_made_late"),
 ];
 
 const _: () = assert!(COUNTERS.len() <= crate::geometry::COUNTERS_PER_CLIENT);

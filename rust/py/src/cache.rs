@@ -373,6 +373,12 @@ impl EmbeddingCache {
         counters_dict(py, &self.cache.client().counters())
     }
 
+    /// Calls that wait for one that gets the lock: they gave something back while it was not free. Takes no lock itself.
+    #[getter]
+    fn num_deferred(&self) -> u64 {
+        self.cache.client().deferred_len()
+    }
+
     /// Checks every invariant of the index; returns what is wrong, in words. Slow: for tests and tools.
     fn check(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         py.detach(|| self.cache.client().violations()).map_err(to_py)

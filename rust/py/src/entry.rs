@@ -81,6 +81,8 @@ impl CacheEntry {
     }
 }
 
+type LoadParts<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, &'static str);
+
 /// A lease, load or save, as the scheduler got it: everything that a worker must know to copy.
 #[pyclass(frozen, module = "ecpool._native")]
 pub(crate) struct Transfer {
@@ -136,6 +138,18 @@ impl Transfer {
     #[getter]
     fn unverified(&self) -> Option<u64> {
         self.info.unverified
+    }
+
+    /// `(id, extents, shape, dtype)`: what a worker has to know of a load, in one call.
+    #[getter]
+    fn as_load<'py>(&self, py: Python<'py>) -> PyResult<LoadParts<'py>> {
+        Ok((self.id(), self.extents(py)?, self.shape(py)?, self.dtype()))
+    }
+
+    /// `(id, extents)`: what a worker has to know of a save, in one call.
+    #[getter]
+    fn as_save<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyTuple>)> {
+        Ok((self.id(), self.extents(py)?))
     }
 
     fn __repr__(&self) -> String {

@@ -1,12 +1,13 @@
 //! What could not be given back in time: kept in this process, done by the next call that gets the lock, never dropped.
 
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::Client;
+use super::{Client, Store};
 use crate::counters::Counter;
 use crate::error::{Error, Result};
+use crate::geometry::MAX_CLIENTS;
 use crate::index::{Checked, Index, TransferId};
 
 /// One operation that must happen, sooner or later.
@@ -40,6 +41,13 @@ pub enum Deferred {
     Unpin([u64; 4], [u64; 4]),
 }
 
+impl Deferred {
+    /// How many claims it makes.
+    fn claims(self) -> u64 {
+        u64::from(matches!(self, Deferred::ClaimLoad(..)))
+    }
+}
+
 impl Client {
     /// Does `operation` now if the lock can be had within `wait`, and else with the next call.
     ///
@@ -58,6 +66,7 @@ impl Client {
     /// Keeps `operation` for the next call that gets the lock.
     pub fn defer(&self, operation: Deferred) {
         self.count(Counter::Deferred, 1);
+        self.count(Counter::ClaimsPutOff, operation.claims());
         let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
         queue.push_back(operation);
         self.has_deferred.store(queue.len() as u64, Ordering::Release);
@@ -79,10 +88,33 @@ impl Client {
         let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(operation) = queue.front() {
             self.perform(index, *operation)?;
+            self.count(Counter::ClaimsMadeLate, operation.claims());
             queue.pop_front();
             self.has_deferred.store(queue.len() as u64, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Lets no further rank claim a transfer; returns whether it is still open.
+    ///
+    /// A load is left as it is while its group may have claims that are not recorded yet: such a rank copies already, and
+    /// without it the load would end under its copy.
+    pub(crate) fn close_unclaimed(&self, index: &mut Index<'_>, id: TransferId) -> Checked<bool> {
+        if index.is_unclaimed_load(id)? && self.group_owes_claims(index)? {
+            return Ok(true);
+        }
+        index.close_unclaimed(id)
+    }
+
+    /// Whether a living client of this one's group has put claims off. Who did so counted it before its copy began, and counts
+    /// it as made under the lock.
+    fn group_owes_claims(&self, index: &Index<'_>) -> Checked<bool> {
+        let Store::Region(region) = &self.store else { return Ok(owes_claims(|which| self.counter(which))) };
+        index.any_of_group(self.me, &mut |byte, generation| {
+            let place = u16::try_from(byte).ok().filter(|place| *place < MAX_CLIENTS);
+            place.is_some_and(|place| owes_claims(|which| region.counter(place, which)))
+                && self.is_alive(byte, generation)
+        })
     }
 
     pub(crate) fn perform(&self, index: &mut Index<'_>, operation: Deferred) -> Checked<()> {
@@ -94,7 +126,7 @@ impl Client {
             Deferred::SetChecksum(id, checksum) => index.set_checksum(id, checksum),
             Deferred::Confirm(id, fits) => index.confirm(id, fits),
             Deferred::Withdraw(id) => index.withdraw(id),
-            Deferred::CloseUnclaimed(id) => index.close_unclaimed(id).map(drop),
+            Deferred::CloseUnclaimed(id) => self.close_unclaimed(index, id).map(drop),
             Deferred::FinishSave(id) => index.finish_save(id),
             Deferred::FinishLoad(id) => index.finish_load(id),
             Deferred::MarkReady(digest, namespace) => match index.namespace_by_digest(&namespace)? {
@@ -111,4 +143,9 @@ impl Client {
             },
         }
     }
+}
+
+fn owes_claims<'c>(counter: impl Fn(usize) -> &'c AtomicU64) -> bool {
+    let read = |which: Counter| counter(which as usize).load(Ordering::Relaxed);
+    read(Counter::ClaimsMadeLate) != read(Counter::ClaimsPutOff)
 }

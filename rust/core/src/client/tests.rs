@@ -8,20 +8,23 @@ use std::sync::Arc;
 use super::*;
 use crate::cache::EmbeddingCache;
 use crate::geometry::GeometryRequest;
-use crate::index::Expected;
 use crate::index::crash::{Crash, CrashKind, arm};
+use crate::index::{ClaimOutcome, Expected};
 use crate::region::{Lifetime, OpenRequest};
 
 const WAIT: Duration = Duration::from_millis(5);
 const BLOCKS: u64 = 8;
-const INTRODUCTION: Introduction<'_> = Introduction { role: Role::Pool, rank: 0, group: "" };
 
 fn in_region(directory: &Path) -> Client {
+    in_group(directory, "")
+}
+
+fn in_group(directory: &Path, group: &str) -> Client {
     let geometry =
         GeometryRequest { capacity: BLOCKS * 4096, block_size: 4096, segment_size: 2 << 20, num_slots: None };
     let request = OpenRequest { directory: Some(directory), name: "r", geometry, lifetime: Lifetime::Shared };
     let region = Region::open(&request, &mut |_, _, _| ControlFlow::Continue(())).unwrap();
-    Client::in_region(region, &INTRODUCTION).unwrap()
+    Client::in_region(region, &Introduction { role: Role::Pool, rank: 0, group }).unwrap()
 }
 
 /// Runs the test on the heap and on a region.
@@ -203,4 +206,88 @@ fn a_close_in_the_middle_of_other_threads_work_leaves_nothing_behind() {
     assert_eq!(observer.violations().unwrap(), Vec::<String>::new());
     let stats = observer.stats().unwrap();
     assert_eq!((stats.holds, stats.writing, stats.orphaned), (0, 0, 0));
+}
+
+/// A scheduler with a load that its rank has begun to copy while the lock was not free, and that rank.
+struct PutOffClaim {
+    _parent: tempfile::TempDir,
+    directory: std::path::PathBuf,
+    scheduler: EmbeddingCache,
+    worker: EmbeddingCache,
+    load: u64,
+}
+
+impl PutOffClaim {
+    /// `meanwhile` happens while the lock is still not free.
+    fn new(meanwhile: impl FnOnce(&EmbeddingCache, u64)) -> Self {
+        let parent = tempfile::tempdir_in("/dev/shm").unwrap();
+        let directory = parent.path().join("pools");
+        let member = |group| EmbeddingCache::new(Arc::new(in_group(&directory, group)), "n");
+        let (scheduler, worker, stranger) = (member("engine"), member("engine"), member("other"));
+        let load = load_of(&scheduler, "x");
+        let guard = stranger.client().region().unwrap().lock(WAIT).unwrap();
+        assert_eq!(worker.claim_loads(WAIT, 0, &[load]).unwrap(), [ClaimOutcome::Claimed]);
+        meanwhile(&scheduler, load);
+        drop(guard);
+        Self { _parent: parent, directory, scheduler, worker, load }
+    }
+
+    fn close(&self) -> Vec<u64> {
+        self.scheduler.close_unclaimed(WAIT, &[self.load]).unwrap()
+    }
+
+    fn is_held(&self) -> bool {
+        self.scheduler.has_held_entries(WAIT).unwrap()
+    }
+}
+
+/// A load of an item, for rank 0, that nobody has claimed.
+fn load_of(scheduler: &EmbeddingCache, key: &str) -> u64 {
+    store(scheduler, key);
+    let load = scheduler.lease(WAIT, key, &Expected::default()).unwrap().unwrap().id;
+    scheduler.give_back(WAIT, &[Deferred::DispatchLoad(load, 1)]).unwrap();
+    load
+}
+
+#[test]
+fn a_load_is_not_closed_under_a_rank_whose_claim_was_put_off() {
+    let setting = PutOffClaim::new(|_, _| {});
+    assert_eq!(setting.close(), [setting.load]);
+    assert!(setting.is_held());
+    assert!(setting.worker.unclaimed(WAIT, &[]).unwrap().is_empty());
+    assert_eq!(setting.close(), [setting.load], "its copy goes on");
+    assert!(setting.is_held());
+    setting.worker.give_back(WAIT, &[Deferred::Complete(0, setting.load, true)]).unwrap();
+    assert_eq!(setting.close(), [0u64; 0]);
+    assert_whole(&setting.scheduler);
+}
+
+#[test]
+fn neither_does_a_closing_that_was_put_off_as_well() {
+    let setting = PutOffClaim::new(|scheduler, load| {
+        assert_eq!(scheduler.close_unclaimed(WAIT, &[load]).unwrap(), [load]);
+        assert_eq!(scheduler.client().deferred_len(), 1);
+    });
+    assert!(setting.is_held());
+    assert_eq!(setting.scheduler.client().deferred_len(), 0);
+    setting.worker.give_back(WAIT, &[Deferred::Complete(0, setting.load, true)]).unwrap();
+    assert_whole(&setting.scheduler);
+}
+
+#[test]
+fn claims_that_a_dead_client_put_off_keep_nothing_open() {
+    let setting = PutOffClaim::new(|_, _| {});
+    // Without a word, as a process that is killed.
+    setting.worker.client().region().unwrap().close();
+    assert_eq!(setting.close(), [0u64; 0]);
+    assert_whole(&setting.scheduler);
+}
+
+#[test]
+fn claims_that_another_group_put_off_keep_nothing_open() {
+    let setting = PutOffClaim::new(|_, _| {});
+    let other = EmbeddingCache::new(Arc::new(in_group(&setting.directory, "other")), "n");
+    let load = load_of(&other, "y");
+    assert_eq!(other.close_unclaimed(WAIT, &[load]).unwrap(), [0u64; 0]);
+    assert_eq!(setting.close(), [setting.load]);
 }

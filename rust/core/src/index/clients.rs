@@ -226,6 +226,19 @@ impl Index<'_> {
         Ok(false)
     }
 
+    /// Whether `wanted` holds for the liveness byte and generation of any LIVE client in the group of `client`, itself included.
+    pub fn any_of_group(&self, client: ClientRef, wanted: &mut dyn FnMut(u32, u32) -> bool) -> Checked<bool> {
+        let group = self.client(client.record)?.group;
+        for number in 0..self.clients.len() as u32 {
+            let (commit, record) = (self.client_commit(number)?, self.client(number)?);
+            let is_member = commit.state == client_state::LIVE && record.group == group;
+            if is_member && wanted(record.byte, record.byte_generation) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Ends what can end at once of the holds of all who are dying, and counts what must wait, by record. Doing it again
     /// changes nothing.
     fn bury_holds(&mut self, left: &mut [u32; MAX_CLIENT_RECORDS as usize]) -> Checked<()> {

@@ -371,6 +371,13 @@ impl Index<'_> {
         })
     }
 
+    /// Whether it is a load that some participating rank has yet to claim.
+    pub fn is_unclaimed_load(&self, id: TransferId) -> Checked<bool> {
+        let Some((hold, commit)) = self.hold_by_id(id)? else { return Ok(false) };
+        let record = self.hold(hold)?;
+        Ok(commit.state == hold_kind::LOAD && record.participants & !record.claimed != 0)
+    }
+
     /// Declares a save ready without a word from any rank.
     pub fn finish_save(&mut self, id: TransferId) -> Checked<()> {
         match self.hold_by_id(id)? {
