@@ -22,12 +22,11 @@ submitted one by one, so no batch can be too large for a driver. An item is near
 as the allocator hands out whole runs first, which is why no table of addresses is built here.
 """
 
-import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -41,6 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["HostRegion", "LoadItem", "SaveItem", "TransferEngine", "TransferError", "dtype_of"]
 
 Extents = Sequence[tuple[int, int]]
+
+# Through it the native module finds a tensor's memory without any object being made.
+_HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+_CPU = torch.device("cpu")
+_STRIDED = torch.strided
 
 _CLOSE_TIMEOUT = 60.0  # seconds that closing waits for copies under way
 
@@ -56,9 +60,9 @@ class HostRegion(Protocol):
 
     def segments(self) -> Sequence[tuple[int, int]]: ...
 
-    def write(self, extents: Extents, source: "Buffer") -> None: ...
+    def write(self, extents: Extents, source: "Buffer | torch.Tensor") -> None: ...
 
-    def read(self, extents: Extents, destination: "Buffer") -> None: ...
+    def read(self, extents: Extents, destination: "Buffer | torch.Tensor") -> None: ...
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -204,8 +208,8 @@ class TransferEngine:
         self._device_copies = None
 
     def _check_open(self) -> None:
-        self._check_fork()
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
+            self._check_fork()
             raise ClosedError("this transfer engine is closed")
 
     def _check_fork(self) -> None:
@@ -228,7 +232,11 @@ def _release(pid: int, copies: "_DeviceCopies | None") -> None:
 
 
 class _HostCopies:
-    """Copies by the calling thread, one native call per item."""
+    """Copies by the calling thread, one native call per item.
+
+    These are plain loops for a reason: a copy of megabytes evicts all else from the core's caches,
+    so each function and object that is needed between two copies has to be fetched from memory.
+    """
 
     def __init__(self, region: HostRegion, reporter: Reporter, log: LimitedLog) -> None:
         self._region = region
@@ -236,35 +244,57 @@ class _HostCopies:
         self._log = log
 
     def load(self, items: Sequence[LoadItem]) -> dict[str, torch.Tensor]:
-        outcome = _Outcome(items)
+        loaded: dict[str, torch.Tensor] = {}
+        done: list[int] = []
+        errors: dict[int, BaseException] = {}
         try:
-            outcome.attempt(lambda item: self._load_one(item, outcome.tensors))
+            for item in items:
+                try:
+                    tensor = torch.empty(item.shape, dtype=item.dtype, device=_CPU)
+                    self._region.read(item.extents, tensor if _HAS_TABLE else _lend(tensor))
+                    loaded[item.key] = tensor
+                    done.append(item.id)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a panic of the native module is no Exception
+                    errors[item.id] = error
         finally:
-            self._report(outcome)
-        return _loaded(outcome, "cpu")
+            self._reporter.report(done, True)
+            if len(done) < len(items):
+                self._report_failed(items, done)
+        if errors:
+            failed = {item.key: errors[item.id] for item in items if item.id in errors}
+            raise TransferError(failed, loaded, _CPU)
+        return loaded
 
     def save(self, items: Sequence[SaveItem]) -> None:
-        outcome = _Outcome(items)
+        done: list[int] = []
         try:
-            outcome.attempt(self._save_one)
+            for item in items:
+                try:
+                    tensor = item.tensor
+                    if (
+                        not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous())
+                        or tensor.is_neg()
+                        or tensor.is_conj()
+                    ):
+                        tensor = _plain(tensor).cpu().contiguous()
+                    self._region.write(item.extents, tensor if _HAS_TABLE else _lend(tensor))
+                    done.append(item.id)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a panic of the native module is no Exception
+                    self._log.warning(f"{item.key!r} could not be saved", error)
         finally:
-            self._report(outcome)
-        _log_failed_saves(outcome, self._log)
+            self._reporter.report(done, True)
+            if len(done) < len(items):
+                self._report_failed(items, done)
 
-    def _report(self, outcome: "_Outcome[_Item]") -> None:
-        self._reporter.report(outcome.good_ids(), True)
-        self._reporter.report(outcome.failed_ids(), False)
-
-    def _load_one(self, item: LoadItem, tensors: dict[int, torch.Tensor]) -> None:
-        tensor = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-        if tensor.nbytes:
-            self._region.read(item.extents, _host_buffer(tensor))
-        tensors[item.id] = tensor
-
-    def _save_one(self, item: SaveItem) -> None:
-        tensor = _plain(item.tensor).cpu().contiguous()
-        if tensor.nbytes:
-            self._region.write(item.extents, _host_buffer(tensor))
+    def _report_failed(
+        self, items: Sequence[LoadItem] | Sequence[SaveItem], done: Sequence[int]
+    ) -> None:
+        good = set(done)
+        self._reporter.report([item.id for item in items if item.id not in good], False)
 
 
 class _DeviceCopies:
@@ -406,6 +436,8 @@ _Item = TypeVar("_Item", LoadItem, SaveItem)
 class _Outcome(Generic[_Item]):
     """What has become of a batch's items so far."""
 
+    __slots__ = ("_items", "errors", "tensors")
+
     def __init__(self, items: Sequence[_Item]) -> None:
         self._items: Sequence[_Item] = items
         self.errors: dict[int, BaseException] = {}
@@ -430,7 +462,9 @@ class _Outcome(Generic[_Item]):
         """All that was good until now has failed for this reason."""
         self.errors.update((item.id, error) for item in self.good())
 
-    def good(self) -> list[_Item]:
+    def good(self) -> Sequence[_Item]:
+        if not self.errors:
+            return self._items
         return [item for item in self._items if item.id not in self.errors]
 
     def good_ids(self) -> list[int]:
@@ -513,10 +547,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _host_buffer(tensor: torch.Tensor) -> Any:
-    """A contiguous CPU tensor's memory as a buffer, valid while the tensor lives."""
-    flat = _flat_bytes(tensor)
-    try:
-        return flat.numpy()
-    except RuntimeError:  # torch works without numpy too
-        return (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+def _lend(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor as the region's calls can take it."""
+    # An older torch is asked by way of Python, where it refuses gradients and some element types.
+    return tensor if _HAS_TABLE else _flat_bytes(tensor.detach())

@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ecpool.errors import (
     EntryStateError,
@@ -20,6 +21,7 @@ from ecpool.errors import (
     KeyNotFoundError,
     TooLargeError,
 )
+from support.memory import bytes_of
 
 DTYPE_SIZES = {
     "float32": 4,
@@ -148,8 +150,8 @@ class Region:
         self._ids = itertools.count(1)
         self._places = itertools.count(1)
 
-    def write(self, extents: Sequence[tuple[int, int]], source: bytes) -> None:
-        data = bytes(source)
+    def write(self, extents: Sequence[tuple[int, int]], source: Any) -> None:
+        data = bytes(bytes_of(source))
         blocks = _blocks_of(extents)
         if len(data) > len(blocks) * self.block_size:
             raise InvalidArgumentError("more bytes than the extents hold")
@@ -158,8 +160,8 @@ class Region:
             if piece:
                 self.blocks[block] = piece
 
-    def read(self, extents: Sequence[tuple[int, int]], destination: bytearray | memoryview) -> None:
-        view = memoryview(destination).cast("B")
+    def read(self, extents: Sequence[tuple[int, int]], destination: Any) -> None:
+        view = bytes_of(destination)
         blocks = _blocks_of(extents)
         if view.nbytes > len(blocks) * self.block_size:
             raise InvalidArgumentError("more bytes than the extents hold")

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from support.memory import bytes_of
+
 Extents = Sequence[tuple[int, int]]
 
 
@@ -39,13 +41,13 @@ class StandInRegion(bytearray):
 
     def write(self, extents: Extents, source: Any) -> None:
         self.calls += 1
-        view = memoryview(source).cast("B")
+        view = bytes_of(source)
         for mine, theirs in self._slices(extents, len(view)):
             self[mine] = view[theirs]
 
     def read(self, extents: Extents, destination: Any) -> None:
         self.calls += 1
-        view = memoryview(destination).cast("B")
+        view = bytes_of(destination)
         for mine, theirs in self._slices(extents, len(view)):
             view[theirs] = self[mine]
 

@@ -82,13 +82,25 @@ def test_one_native_call_for_each_item_and_no_thread() -> None:
     assert bench.engine.register() == 0
 
 
-def test_it_works_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def numpy(self: torch.Tensor) -> object:
-        raise RuntimeError("Numpy is not available")
-
-    monkeypatch.setattr(torch.Tensor, "numpy", numpy)
+def test_the_region_gets_the_memory_of_the_tensor_itself() -> None:
+    bench = Bench()
+    given: list[Any] = []
+    bench.region.write = lambda extents, source: given.append(source)  # type: ignore[method-assign]
     tensor = torch.randn(5, 8)
-    assert torch.equal(Bench().roundtrip(tensor), tensor)
+    bench.engine.save([SaveItem("k", 1, ((0, 3),), tensor)])
+    assert [each.data_ptr() for each in given] == [tensor.data_ptr()]
+
+
+def test_an_older_torch_is_asked_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ecpool.transfer._HAS_TABLE", False)
+    bench = Bench()
+    given: list[Any] = []
+    read, write = bench.region.read, bench.region.write
+    monkeypatch.setattr(bench.region, "read", lambda e, to: (given.append(to), read(e, to)))
+    monkeypatch.setattr(bench.region, "write", lambda e, of: (given.append(of), write(e, of)))
+    tensor = torch.nn.Parameter(torch.randn(5, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    assert bits(bench.roundtrip(tensor)) == bits(tensor)
+    assert [(each.dtype, each.requires_grad) for each in given] == [(torch.uint8, False)] * 2
 
 
 def test_an_engine_made_in_inference_mode_works_outside_it_and_the_other_way() -> None:

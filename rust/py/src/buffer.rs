@@ -1,4 +1,4 @@
-//! Buffers, in and out: the only `unsafe` of the bindings.
+//! Other programs' memory, in and out.
 #![allow(unsafe_code, reason = "the buffer protocol and other programs' buffers are raw pointers")]
 
 use std::ffi::{c_int, c_void};
@@ -11,6 +11,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::dlpack::LentTensor;
 use crate::error::{invalid, to_py};
 
 /// From this many bytes on, other Python threads may run during a copy; below, letting them costs more than it gives.
@@ -32,38 +33,73 @@ impl CopyPointer {
     }
 }
 
-/// Copies the buffer's bytes into the pieces, in order.
+/// A caller's contiguous memory, which stays where it is until this is dropped.
+enum Memory<'a> {
+    Buffer(PyUntypedBuffer),
+    Tensor(LentTensor<'a>),
+}
+
+impl<'a> Memory<'a> {
+    fn of(object: &'a Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
+        // SAFETY: the object is valid.
+        let is_buffer = unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } != 0;
+        if !is_buffer && let Some(tensor) = LentTensor::of(object, what)? {
+            return Ok(Self::Tensor(tensor));
+        }
+        let buffer = PyUntypedBuffer::get(object)?;
+        if buffer.is_c_contiguous() {
+            return Ok(Self::Buffer(buffer));
+        }
+        Err(invalid(format!("{what} is not C-contiguous, but must be")))
+    }
+
+    fn is_writable(&self) -> bool {
+        match self {
+            Self::Buffer(buffer) => !buffer.readonly(),
+            // This form of the protocol has no word for it: libraries refuse to lend what must not be written to.
+            Self::Tensor(_) => true,
+        }
+    }
+
+    fn begin(&self) -> CopyPointer {
+        match self {
+            Self::Buffer(buffer) => CopyPointer(buffer.buf_ptr().cast()),
+            Self::Tensor(tensor) => CopyPointer(tensor.begin()),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Buffer(buffer) => buffer.len_bytes(),
+            Self::Tensor(tensor) => tensor.len(),
+        }
+    }
+}
+
+/// Copies the source's bytes into the pieces, in order.
 pub(crate) fn write(py: Python<'_>, client: &Client, pieces: &[Piece], source: &Bound<'_, PyAny>) -> PyResult<()> {
-    let buffer = contiguous(source, "source")?;
-    let (pointer, len) = (CopyPointer(buffer.buf_ptr().cast()), buffer.len_bytes());
+    let memory = Memory::of(source, "source")?;
+    let (pointer, len) = (memory.begin(), memory.len());
     copy(py, len, || {
         let region = client.region().ok_or(Error::Closed("a cache on the heap has no data"))?;
-        // SAFETY: `buffer` keeps `len` bytes readable until after this call. Python code of another thread could write them
+        // SAFETY: `memory` keeps `len` bytes readable until after this call. Python code of another thread could write them
         // meanwhile, as it could during any read of a shared buffer; the bytes have no meaning to Rust, and are copied as such.
         unsafe { region.write_pieces_from(pieces, pointer.get(), len) }
     })
 }
 
-/// Fills the buffer with the bytes of the pieces, in order.
+/// Fills the destination with the bytes of the pieces, in order.
 pub(crate) fn read(py: Python<'_>, client: &Client, pieces: &[Piece], destination: &Bound<'_, PyAny>) -> PyResult<()> {
-    let buffer = contiguous(destination, "destination")?;
-    if buffer.readonly() {
+    let memory = Memory::of(destination, "destination")?;
+    if !memory.is_writable() {
         return Err(invalid("destination is read-only, but must be writable"));
     }
-    let (pointer, len) = (CopyPointer(buffer.buf_ptr().cast()), buffer.len_bytes());
+    let (pointer, len) = (memory.begin(), memory.len());
     copy(py, len, || {
         let region = client.region().ok_or(Error::Closed("a cache on the heap has no data"))?;
-        // SAFETY: `buffer` is writable and keeps its `len` bytes in place until after this call; see `write` for other threads.
+        // SAFETY: `memory` is writable and keeps its `len` bytes in place until after this call; see `write` for other threads.
         unsafe { region.read_pieces_into(pieces, pointer.get(), len) }
     })
-}
-
-fn contiguous(object: &Bound<'_, PyAny>, what: &str) -> PyResult<PyUntypedBuffer> {
-    let buffer = PyUntypedBuffer::get(object)?;
-    if buffer.is_c_contiguous() {
-        return Ok(buffer);
-    }
-    Err(invalid(format!("{what} is not C-contiguous, but must be")))
 }
 
 fn copy(py: Python<'_>, len: usize, run: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {

@@ -1,4 +1,4 @@
-//! The Python face of `ecpool-core`: thin classes, one error table, and the buffer protocol as the only `unsafe`.
+//! The Python face of `ecpool-core`: thin classes, one error table, with other programs' memory as the only `unsafe`.
 
 mod buffer;
 mod cache;
@@ -6,6 +6,7 @@ mod convert;
 #[cfg(feature = "crash-points")]
 mod crash;
 mod directory;
+mod dlpack;
 mod entry;
 mod error;
 mod region;

@@ -303,14 +303,16 @@ impl Region {
     }
 
     /// Copies a C-contiguous buffer into extents, (first_block, num_blocks) each, in order; the last may stay partly as it was.
+    /// Instead of a buffer it may be a contiguous tensor in the host's memory, of any library that speaks DLPack; nobody may
+    /// resize that meanwhile.
     /// The blocks must be those of a save that the caller has claimed. Large copies let other Python threads run.
     /// Raises InvalidArgumentError if the bytes do not fit, ClosedError.
     fn write(&self, py: Python<'_>, extents: Vec<(u32, u32)>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         buffer::write(py, &self.client, &self.pieces(&extents), source)
     }
 
-    /// Fills a writable C-contiguous buffer from extents, in order. The blocks must be held: leased, pinned or loading.
-    /// Raises as write() does.
+    /// Fills a writable C-contiguous buffer, or a tensor as in write(), from extents, in order. The blocks must be held: leased,
+    /// pinned or loading. Raises as write() does.
     fn read(&self, py: Python<'_>, extents: Vec<(u32, u32)>, destination: &Bound<'_, PyAny>) -> PyResult<()> {
         buffer::read(py, &self.client, &self.pieces(&extents), destination)
     }

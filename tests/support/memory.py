@@ -1,0 +1,15 @@
+"""The memory of what a region's calls take, for regions that are no native ones."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+
+def bytes_of(memory: Any) -> memoryview:
+    """A buffer's bytes, or a contiguous CPU tensor's; valid while the argument lives."""
+    if hasattr(memory, "data_ptr"):
+        assert memory.is_cpu
+        assert memory.is_contiguous()
+        memory = (ctypes.c_ubyte * memory.nbytes).from_address(memory.data_ptr())
+    return memoryview(memory).cast("B")

@@ -1,0 +1,167 @@
+"""Tensors given to a native region itself, as the transfer engine does on CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ecpool import ClosedError, InvalidArgumentError, Region
+from ecpool._native import DTYPES
+from ecpool.transfer import LoadItem, SaveItem, TransferEngine, TransferError, dtype_of
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        Region.open("t", capacity=64 * BLOCK, block_size=BLOCK, directory=directory) as opened,
+    ):
+        yield opened
+
+
+def content(region: Region, nbytes: int) -> bytes:
+    return bytes(memoryview(region)[:nbytes])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_element_type(region: Region, name: str) -> None:
+    dtype = dtype_of(name)
+    if dtype is None:
+        pytest.skip("this torch has no such type")
+    tensor = torch.empty(3, 5, dtype=dtype)
+    wanted = bytes(range(1, 1 + tensor.nbytes))
+    ctypes.memmove(tensor.data_ptr(), wanted, len(wanted))
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        region, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    engine.save([SaveItem("k", 1, ((0, 1),), tensor)])
+    loaded = engine.load([LoadItem("k", 2, ((0, 1),), (3, 5), dtype)])["k"]
+    assert reports == [([1], True), ([2], True)]
+    assert content(region, len(wanted)) == wanted
+    assert (loaded.shape, loaded.dtype) == ((3, 5), dtype)
+    assert ctypes.string_at(loaded.data_ptr(), loaded.nbytes) == wanted
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["table", "capsule"])
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(6, 4).t(), "C-contiguous"),
+        (torch.zeros(6, 4)[:, :2], "C-contiguous"),
+        (torch.zeros(4).expand(3, 4), "C-contiguous"),
+        (torch.zeros(4, device="meta"), "device|memory|storage|meta"),
+        (torch.zeros(BLOCK + 1, dtype=torch.uint8), "4097 bytes"),
+    ],
+    ids=["transposed", "gaps", "expanded", "meta", "too large"],
+)
+def test_what_cannot_be_copied_is_refused(
+    region: Region, tensor: torch.Tensor, reason: str, old: bool
+) -> None:
+    given = _Older(tensor) if old else tensor
+    for call in (region.write, region.read):
+        with pytest.raises((InvalidArgumentError, RuntimeError, BufferError), match=reason):
+            call([(0, 1)], given)
+    assert content(region, 64 * BLOCK) == bytes(64 * BLOCK)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["table", "capsule"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12).reshape(3, 4),
+        torch.arange(12).reshape(3, 4)[1:],
+        torch.arange(12).reshape(3, 1, 4)[1:2],
+        torch.arange(40)[::2].reshape(20, 1)[3:4],
+        torch.tensor(5.5),
+        torch.zeros(0, 3),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}",
+)
+def test_tensors_without_gaps_go_both_ways(region: Region, tensor: torch.Tensor, old: bool) -> None:
+    found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    region.write([(3, 1)], _Older(tensor) if old else tensor)
+    region.read([(3, 1)], _Older(found) if old else found)
+    assert torch.equal(found, tensor)
+
+
+def test_a_tensor_that_came_in_a_capsule_is_given_back(region: Region) -> None:
+    tensor = torch.ones(8)
+    references = tensor._use_count()
+    region.write([(0, 1)], _Older(tensor))
+    with pytest.raises(InvalidArgumentError):
+        region.write([], _Older(tensor))
+    with pytest.raises(InvalidArgumentError):
+        region.write([(0, 1)], _Older(tensor[::2]))
+    assert tensor._use_count() == references
+
+
+def test_a_capsule_is_taken_once(region: Region) -> None:
+    capsule = torch.utils.dlpack.to_dlpack(torch.ones(8))
+    region.write([(0, 1)], _Exports(capsule))
+    with pytest.raises(ValueError, match="PyCapsule"):
+        region.write([(0, 1)], _Exports(capsule))
+    assert content(region, 4) == b"\x00\x00\x80\x3f"
+
+
+@pytest.mark.parametrize("lie", [None, 5, "text", b"bytes"])
+def test_lies_about_memory_are_type_errors(region: Region, lie: object) -> None:
+    with pytest.raises(TypeError):
+        region.write([(0, 1)], _Exports(lie))
+    liar = type("Liar", (), {"__dlpack_c_exchange_api__": lie})()
+    with pytest.raises(TypeError):
+        region.write([(0, 1)], liar)
+
+
+def test_the_table_of_another_type_refuses_what_is_no_tensor(region: Region) -> None:
+    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if table is None:
+        pytest.skip("this torch has no such table")
+    with pytest.raises(RuntimeError):
+        region.write([(0, 1)], type("Liar", (), {"__dlpack_c_exchange_api__": table})())
+
+
+def test_copies_of_a_closed_region_fail_one_by_one(region: Region) -> None:
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        region, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    region.close()
+    engine.save([SaveItem("k", 1, ((0, 1),), torch.ones(3))])
+    with pytest.raises(TransferError) as caught:
+        engine.load([LoadItem("k", 2, ((0, 1),), (3,), torch.float32)])
+    assert isinstance(caught.value.failed["k"], ClosedError)
+    assert reports == [([1], False), ([2], False)]
+
+
+class _Exports:
+    """Answers with whatever it was given."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __dlpack__(self) -> Any:
+        return self._answer
+
+    def __dlpack_device__(self) -> Any:
+        return (1, 0)
+
+
+class _Older:
+    """A tensor of a library that has no table of functions."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
