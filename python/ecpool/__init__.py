@@ -7,9 +7,9 @@ key, and `ecpool.vllm` is the connector. Torch is imported only when `Pool` is, 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ecpool._lazy import lazy
 from ecpool.errors import (
     ClosedError,
     EcpoolError,
@@ -54,25 +54,15 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "CacheEntry": "ecpool._native",
-    "EmbeddingCache": "ecpool._native",
-    "Region": "ecpool._native",
-    "StepTracker": "ecpool._native",
-    "Transfer": "ecpool._native",
-    "__version__": "ecpool._native",
-    "Pool": "ecpool.pool",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "CacheEntry": "ecpool._native",
+        "EmbeddingCache": "ecpool._native",
+        "Region": "ecpool._native",
+        "StepTracker": "ecpool._native",
+        "Transfer": "ecpool._native",
+        "__version__": "ecpool._native",
+        "Pool": "ecpool.pool",
+    },
+)

@@ -7,8 +7,9 @@ API server does so too.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ecpool._lazy import lazy
 
 if TYPE_CHECKING:
     from ecpool.vllm.connector import ECPoolConnector
@@ -17,21 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ECCPUScheduler", "ECCPUWorker", "ECPoolConnector"]
 
-_HOMES = {
-    "ECPoolConnector": "ecpool.vllm.connector",
-    "ECCPUScheduler": "ecpool.vllm.scheduler",
-    "ECCPUWorker": "ecpool.vllm.worker",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "ECPoolConnector": "ecpool.vllm.connector",
+        "ECCPUScheduler": "ecpool.vllm.scheduler",
+        "ECCPUWorker": "ecpool.vllm.worker",
+    },
+)
