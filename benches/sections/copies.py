@@ -1,7 +1,8 @@
 """Saving and loading on CPU beside the two plain ways to copy the same bytes.
 
 Destinations are alike: a save goes to blocks that were written before; a load goes to a new tensor
-("fresh", what the connector does) or to one that was written before ("warm").
+("fresh", what the connector does, made by the same call on all sides) or to one that was written
+before ("warm", the native call alone).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -53,6 +53,7 @@ class _Item:
 
     def __init__(self, region: Region, engine: TransferEngine, nbytes: int) -> None:
         self.region, self.engine, self.nbytes = region, engine, nbytes
+        self.shape = (nbytes,)
         count = -(-nbytes // BLOCK_SIZE)
         self.whole: Extents = ((0, count),)
         self.pieces: Extents = tuple((2 * number, 1) for number in range(count))
@@ -70,7 +71,7 @@ class _Item:
         }
 
     def fresh_loads(self, extents: Extents) -> Copies:
-        item = LoadItem("k", 1, extents, (self.nbytes,), torch.uint8)
+        item = LoadItem("k", 1, extents, self.shape, torch.uint8)
         return {
             "ours": lambda: self.engine.load([item]),
             "memcpy": lambda: memmove(self._new(), self.blocks),
@@ -78,15 +79,14 @@ class _Item:
         }
 
     def warm_loads(self, extents: Extents) -> Copies:
-        destination: Any = self.warm.numpy()
         return {
-            "ours": lambda: self.region.read(extents, destination),
+            "ours": lambda: self.region.read(extents, self.warm),
             "memcpy": lambda: memmove(self.warm, self.blocks),
             "copy_": lambda: self.warm.copy_(self.blocks),
         }
 
     def _new(self) -> torch.Tensor:
-        return torch.empty(self.nbytes, dtype=torch.uint8)
+        return torch.empty(self.shape, dtype=torch.uint8, device="cpu")
 
 
 def memmove(destination: torch.Tensor, source: torch.Tensor) -> None:
