@@ -1,9 +1,8 @@
 """Copies between torch tensors and a region's data area.
 
-A `TransferEngine` serves one device. On CPU a copy is one native call per item, done when the call
-returns. On a device each call submits one batch of asynchronous copies on a side stream, ordered
-against the caller's current stream by events, and a small thread reports the batch once its end
-event has fired.
+A `TransferEngine` serves one device. On CPU a copy is done when the call returns. On a device each
+call submits one batch of asynchronous copies on a side stream, ordered against the caller's current
+stream by events, and a small thread reports the batch once its end event has fired.
 
 Ordering on a device, with *compute* the calling thread's current stream and *side* the batch's
 stream:
@@ -24,97 +23,29 @@ as the allocator hands out whole runs first, which is why no table of addresses 
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from ecpool._completion import Batch, Completer, Lane, Lanes, LimitedLog, OnDone, Reporter
+from ecpool._host_copies import HostCopies
+from ecpool._transfer_items import (
+    Extents,
+    HostRegion,
+    LoadItem,
+    SaveItem,
+    TransferError,
+    dtype_of,
+    flat_bytes,
+    plain,
+)
 from ecpool.accelerator import Accelerator, HostRegistration, Stream, TorchAccelerator
-from ecpool.errors import ClosedError, EcpoolError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from ecpool.errors import ClosedError, InvalidArgumentError
 
 __all__ = ["HostRegion", "LoadItem", "SaveItem", "TransferEngine", "TransferError", "dtype_of"]
 
-Extents = Sequence[tuple[int, int]]
-
-# Through it the native module finds a tensor's memory without any object being made.
-_HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-_CPU = torch.device("cpu")
-_STRIDED = torch.strided
-
 _CLOSE_TIMEOUT = 60.0  # seconds that closing waits for copies under way
-
-
-class HostRegion(Protocol):
-    """What is needed of `ecpool.Region`; its buffer is the data area."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def data_ptr(self) -> int: ...
-
-    def segments(self) -> Sequence[tuple[int, int]]: ...
-
-    def write(self, extents: Extents, source: "Buffer | torch.Tensor") -> None: ...
-
-    def read(self, extents: Extents, destination: "Buffer | torch.Tensor") -> None: ...
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadItem:
-    """Bytes to bring from the region into a new tensor of this shape and dtype."""
-
-    key: str
-    id: int
-    extents: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class SaveItem:
-    """A tensor to copy into the region: any strided layout and dtype, on any device."""
-
-    key: str
-    id: int
-    extents: tuple[tuple[int, int], ...]
-    tensor: torch.Tensor
-
-
-def dtype_of(name: str) -> torch.dtype | None:
-    """The element type of this name without ``torch.``; None if this torch has none such."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-class TransferError(EcpoolError, RuntimeError):
-    """Some loads of a batch failed.
-
-    ``failed`` maps each key that failed to its reason, ``loaded`` each other key of the batch to
-    its tensor, which is as good as if the call had returned it.
-    """
-
-    def __init__(
-        self,
-        failed: Mapping[str, BaseException],
-        loaded: Mapping[str, torch.Tensor],
-        device: object,
-    ) -> None:
-        self.failed = dict(failed)
-        self.loaded = dict(loaded)
-        key, reason = next(iter(self.failed.items()))
-        total = len(self.failed) + len(self.loaded)
-        super().__init__(
-            f"{len(self.failed)} of {total} loads to {device} failed, "
-            f"first {key!r}: {type(reason).__name__}: {reason}"
-        )
 
 
 class TransferEngine:
@@ -138,7 +69,7 @@ class TransferEngine:
         self._pid = os.getpid()
         log = LimitedLog()
         reporter = Reporter(on_done, log)
-        self._host = _HostCopies(region, reporter, log)
+        self._host = HostCopies(region, reporter, log)
         self._device_copies: _DeviceCopies | None = None
         if accelerator is None and device.type != "cpu":
             accelerator = TorchAccelerator(device)
@@ -204,8 +135,9 @@ class TransferEngine:
         """
         self._closed = True
         self._release()
-        # With it goes the view that keeps the region mapped.
+        # With these go the views that keep the region mapped.
         self._device_copies = None
+        self._host.close()
 
     def _check_open(self) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -229,72 +161,6 @@ def _release(pid: int, copies: "_DeviceCopies | None") -> None:
         return
     if not copies.close(_CLOSE_TIMEOUT):
         _stuck.append(copies)
-
-
-class _HostCopies:
-    """Copies by the calling thread, one native call per item.
-
-    These are plain loops for a reason: a copy of megabytes evicts all else from the core's caches,
-    so each function and object that is needed between two copies has to be fetched from memory.
-    """
-
-    def __init__(self, region: HostRegion, reporter: Reporter, log: LimitedLog) -> None:
-        self._region = region
-        self._reporter = reporter
-        self._log = log
-
-    def load(self, items: Sequence[LoadItem]) -> dict[str, torch.Tensor]:
-        loaded: dict[str, torch.Tensor] = {}
-        done: list[int] = []
-        errors: dict[int, BaseException] = {}
-        try:
-            for item in items:
-                try:
-                    tensor = torch.empty(item.shape, dtype=item.dtype, device=_CPU)
-                    self._region.read(item.extents, tensor if _HAS_TABLE else _lend(tensor))
-                    loaded[item.key] = tensor
-                    done.append(item.id)
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # a panic of the native module is no Exception
-                    errors[item.id] = error
-        finally:
-            self._reporter.report(done, True)
-            if len(done) < len(items):
-                self._report_failed(items, done)
-        if errors:
-            failed = {item.key: errors[item.id] for item in items if item.id in errors}
-            raise TransferError(failed, loaded, _CPU)
-        return loaded
-
-    def save(self, items: Sequence[SaveItem]) -> None:
-        done: list[int] = []
-        try:
-            for item in items:
-                try:
-                    tensor = item.tensor
-                    if (
-                        not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous())
-                        or tensor.is_neg()
-                        or tensor.is_conj()
-                    ):
-                        tensor = _plain(tensor).cpu().contiguous()
-                    self._region.write(item.extents, tensor if _HAS_TABLE else _lend(tensor))
-                    done.append(item.id)
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # a panic of the native module is no Exception
-                    self._log.warning(f"{item.key!r} could not be saved", error)
-        finally:
-            self._reporter.report(done, True)
-            if len(done) < len(items):
-                self._report_failed(items, done)
-
-    def _report_failed(
-        self, items: Sequence[LoadItem] | Sequence[SaveItem], done: Sequence[int]
-    ) -> None:
-        good = set(done)
-        self._reporter.report([item.id for item in items if item.id not in good], False)
 
 
 class _DeviceCopies:
@@ -399,13 +265,13 @@ class _DeviceCopies:
 
     def _queue_save(self, item: SaveItem, side: Stream) -> None:
         self._accelerator.record_stream(item.tensor, side)
-        tensor = _plain(item.tensor)
+        tensor = plain(item.tensor)
         if not tensor.is_contiguous():
             # Memory of the side stream, so that using it again waits for the copy by itself.
             packed = self._accelerator.empty(tensor.shape, tensor.dtype)
             self._accelerator.copy(packed, tensor)
             tensor = packed
-        for host, piece in self._memory.pieces(item.extents, _flat_bytes(tensor)):
+        for host, piece in self._memory.pieces(item.extents, flat_bytes(tensor)):
             self._accelerator.copy(host, piece)
 
     def _queue_loads(self, outcome: "_Outcome[LoadItem]", lane: Lane) -> None:
@@ -426,7 +292,7 @@ class _DeviceCopies:
         tensors[item.id] = tensor
 
     def _queue_load(self, item: LoadItem, tensor: torch.Tensor) -> None:
-        for host, piece in self._memory.pieces(item.extents, _flat_bytes(tensor)):
+        for host, piece in self._memory.pieces(item.extents, flat_bytes(tensor)):
             self._accelerator.copy(piece, host)
 
 
@@ -531,23 +397,3 @@ class _HostMemory:
             start, count = first, length
         if count:
             yield start, count
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd and lazy views; InvalidArgumentError unless it is strided."""
-    if tensor.layout != torch.strided:
-        raise InvalidArgumentError(
-            f"a tensor of layout {tensor.layout} cannot be stored, only strided"
-        )
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat uint8 tensor that shares it."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _lend(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor as the region's calls can take it."""
-    # An older torch is asked by way of Python, where it refuses gradients and some element types.
-    return tensor if _HAS_TABLE else _flat_bytes(tensor.detach())

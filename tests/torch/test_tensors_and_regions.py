@@ -128,6 +128,93 @@ def test_the_table_of_another_type_refuses_what_is_no_tensor(region: Region) -> 
         region.write([(0, 1)], type("Liar", (), {"__dlpack_c_exchange_api__": table})())
 
 
+LARGE = 1_000_000  # from here on torch does the copy
+
+
+@pytest.fixture
+def roomy() -> Iterator[Region]:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        Region.open("l", capacity=40 << 20, block_size=BLOCK, directory=directory) as opened,
+    ):
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(LARGE // 4),
+        torch.randn(3, 5, LARGE // 4).bfloat16(),
+        torch.randn(LARGE // 8, 2).to(torch.float8_e4m3fn).repeat(8, 1),
+        torch.randn(2000, 2000).t(),
+        torch.randn(2001, 1, 1000)[1:],
+        torch.randn(LARGE, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.randn(LARGE // 4)),
+        torch.rand(LARGE + 1) < 0.5,
+    ],
+    ids=lambda t: f"{str(t.dtype)[6:]}{tuple(t.shape)}",
+)
+@pytest.mark.parametrize("inferring", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("cut", [1, 2], ids=["one run", "two runs"])
+def test_large_items_come_back_and_touch_no_block_of_another(
+    roomy: Region, tensor: torch.Tensor, inferring: bool, cut: int
+) -> None:
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        roomy, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    count = -(-tensor.nbytes // BLOCK)
+    halves = ((7, count // 2), (8 + count // 2, count - count // 2))
+    extents = ((7, count),) if cut == 1 else halves
+    around = memoryview(roomy)
+    around[:] = b"\xa5" * around.nbytes
+    with torch.inference_mode(inferring):
+        engine.save([SaveItem("k", 1, extents, tensor)])
+        item = LoadItem("k", 2, extents, tuple(tensor.shape), tensor.dtype)
+        loaded = engine.load([item])["k"]
+    assert reports == [([1], True), ([2], True)]
+    assert not loaded.requires_grad
+    wanted = tensor.detach().resolve_conj().contiguous()
+    assert torch.equal(loaded.view(torch.uint8), wanted.view(torch.uint8))
+    bytes_kept = torch.frombuffer(roomy, dtype=torch.uint8) == 0xA5
+    assert bytes_kept[: 7 * BLOCK].all()
+    end = (extents[-1][0] + extents[-1][1]) * BLOCK
+    assert bytes_kept[end:].all()
+    engine.close()
+
+
+def test_a_large_item_that_does_not_fit_is_refused(roomy: Region) -> None:
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        roomy, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    tensor = torch.ones(LARGE, dtype=torch.uint8)
+    blocks = roomy.num_blocks
+    for number, extents in enumerate([((0, 244),), ((blocks - 1, 300),), ((blocks, 300),)]):
+        engine.save([SaveItem("k", 2 * number, extents, tensor)])
+        with pytest.raises(TransferError):
+            engine.load([LoadItem("k", 2 * number + 1, extents, (LARGE,), torch.uint8)])
+    assert reports == [([number], False) for number in range(6)]
+    assert not torch.frombuffer(roomy, dtype=torch.uint8).any()
+
+
+def test_a_closed_region_is_neither_read_nor_written(roomy: Region) -> None:
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        roomy, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    tensor = torch.ones(LARGE, dtype=torch.uint8)
+    engine.save([SaveItem("k", 1, ((0, 300),), tensor)])
+    left = torch.frombuffer(roomy, dtype=torch.uint8)
+    roomy.close()
+    engine.save([SaveItem("k", 2, ((0, 300),), tensor * 2)])
+    with pytest.raises(TransferError) as caught:
+        engine.load([LoadItem("k", 3, ((0, 300),), (LARGE,), torch.uint8)])
+    assert isinstance(caught.value.failed["k"], ClosedError)
+    assert reports == [([1], True), ([2], False), ([3], False)]
+    assert (left[:LARGE] == 1).all()
+
+
 def test_copies_of_a_closed_region_fail_one_by_one(region: Region) -> None:
     reports: list[tuple[list[int], bool]] = []
     engine = TransferEngine(

@@ -92,7 +92,7 @@ def test_the_region_gets_the_memory_of_the_tensor_itself() -> None:
 
 
 def test_an_older_torch_is_asked_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecpool.transfer._HAS_TABLE", False)
+    monkeypatch.setattr("ecpool._host_copies._HAS_TABLE", False)
     bench = Bench()
     given: list[Any] = []
     read, write = bench.region.read, bench.region.write
