@@ -117,7 +117,7 @@ def _delegate(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _copies(axes: Axes, rows: Sequence[Row]) -> None:
     whole = [row for row in rows if "pieces" not in row.case]
-    for kind, color in (("save", OURS), ("load, fresh", PEER), ("load, warm", THIRD)):
+    for kind, color in (("save", OURS), ("load, fresh", PEER), ("Region.read, warm", THIRD)):
         chosen = [row for row in whole if row.case.endswith(kind)]
         _line(axes, chosen, f"{kind}: ecpool", color)
         _dashed(axes, chosen, f"{kind}: better of memcpy and copy_", color)

@@ -1,8 +1,8 @@
 """Saving and loading on CPU beside the two plain ways to copy the same bytes.
 
 Destinations are alike: a save goes to blocks that were written before; a load goes to a new tensor
-("fresh", what the connector does, made by the same call on all sides) or to one that was written
-before ("warm", the native call alone).
+("fresh", what the connector does, made by the same call on all sides). `Region.read` alone
+fills a tensor that was written before.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Item:
             "copy_": lambda: self._new().copy_(self.blocks),
         }
 
-    def warm_loads(self, extents: Extents) -> Copies:
+    def native_reads(self, extents: Extents) -> Copies:
         return {
             "ours": lambda: self.region.read(extents, self.warm),
             "memcpy": lambda: memmove(self.warm, self.blocks),
@@ -99,7 +99,7 @@ def _whole(item: _Item, megabytes: float, effort: Effort) -> Iterator[Row]:
     ways = (
         ("save", item.saves),
         ("load, fresh", item.fresh_loads),
-        ("load, warm", item.warm_loads),
+        ("Region.read, warm", item.native_reads),
     )
     for name, copies in ways:
         yield _row(f"{megabytes:g} MB: {name}", item, copies(item.whole), goal, effort)

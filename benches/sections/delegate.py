@@ -22,7 +22,7 @@ from benches.peers import ROW_BYTES, WIDTH, new_keys, vllm_scheduler
 from benches.report import Goal, Row
 
 HITS, SAVES = 4, 4
-SIZES = (256, 1_296, 4_096)
+SIZES = (256, 1_296, 4_096, 16_384)
 GOAL_SIZE, GOAL = 1_296, Goal(ratio=20)
 BLOCK_SIZE = 16_384
 ITEMS = 24  # that the pool holds

@@ -135,9 +135,8 @@ class TransferEngine:
         """
         self._closed = True
         self._release()
-        # With these go the views that keep the region mapped.
+        # With it goes the view that keeps the region mapped.
         self._device_copies = None
-        self._host.close()
 
     def _check_open(self) -> None:
         if self._closed or os.getpid() != self._pid:

@@ -18,7 +18,6 @@ class StandInRegion(bytearray):
     block_size: int
     nbytes: int
     data_ptr: int
-    closed = False
     calls: int
     _segment: int
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +131,7 @@ def test_the_table_of_another_type_refuses_what_is_no_tensor(region: Region) -> 
         region.write([(0, 1)], type("Liar", (), {"__dlpack_c_exchange_api__": table})())
 
 
-LARGE = 1_000_000  # from here on torch does the copy
+LARGE = 1_000_000  # bytes: other threads run during such a copy
 
 
 @pytest.fixture
@@ -151,6 +154,7 @@ def roomy() -> Iterator[Region]:
         torch.randn(LARGE, dtype=torch.complex64).conj(),
         torch.nn.Parameter(torch.randn(LARGE // 4)),
         torch.rand(LARGE + 1) < 0.5,
+        torch.randint(0, 255, (LARGE,), dtype=torch.uint8).view(torch.bool),
     ],
     ids=lambda t: f"{str(t.dtype)[6:]}{tuple(t.shape)}",
 )
@@ -213,6 +217,35 @@ def test_a_closed_region_is_neither_read_nor_written(roomy: Region) -> None:
     assert isinstance(caught.value.failed["k"], ClosedError)
     assert reports == [([1], True), ([2], False), ([3], False)]
     assert (left[:LARGE] == 1).all()
+
+
+def _copy_in_a_child(directory: str) -> None:
+    with Region.open("c", capacity=40 << 20, block_size=BLOCK, directory=directory) as opened:
+        engine = TransferEngine(opened, torch.device("cpu"), on_done=lambda ids, ok: None)
+        tensor = torch.frombuffer(bytearray(b"\7" * 4 * LARGE), dtype=torch.uint8)
+        engine.save([SaveItem("k", 1, ((0, 1000),), tensor)])
+        loaded = engine.load([LoadItem("k", 2, ((0, 1000),), (4 * LARGE,), torch.uint8)])["k"]
+        assert bytes(memoryview(loaded.numpy())) == b"\7" * 4 * LARGE
+
+
+def test_a_child_copies_after_its_parent_used_all_of_torchs_threads() -> None:
+    # Those threads are lost in a child, and torch waits for them for ever.
+    child = """
+import os, signal, sys, torch
+sys.path[:0] = sys.argv[2:]
+from torch_tests import _copy_in_a_child
+torch.set_num_threads(2)
+torch.ones(4_000_000).add_(1)
+if (pid := os.fork()) == 0:
+    signal.alarm(30)
+    _copy_in_a_child(sys.argv[1])
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""".replace("torch_tests", Path(__file__).stem)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        paths = [str(Path(__file__).parent), *sys.path]
+        arguments = [sys.executable, "-c", child, directory, *paths]
+        subprocess.run(arguments, check=True, timeout=60)
 
 
 def test_copies_of_a_closed_region_fail_one_by_one(region: Region) -> None:
