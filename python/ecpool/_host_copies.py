@@ -70,6 +70,8 @@ class HostCopies:
                         not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous())
                         or tensor.is_neg()
                         or tensor.is_conj()
+                        or tensor.requires_grad
+                        or type(tensor) is not torch.Tensor
                     ):
                         tensor = plain(tensor).cpu().contiguous()
                     self._region.write(item.extents, tensor if _HAS_TABLE else _lend(tensor))

@@ -75,6 +75,48 @@ def test_what_cannot_be_copied_is_refused(
     assert content(region, 64 * BLOCK) == bytes(64 * BLOCK)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.ones(4, dtype=torch.complex64).conj(), "conj"),
+        (torch.ones(4, dtype=torch.complex64).conj().imag, "neg"),
+        (torch.ones(4, requires_grad=True), "grad"),
+        (torch.nn.Parameter(torch.ones(4)), "grad"),
+    ],
+    ids=["conjugated", "negated", "requires a gradient", "parameter"],
+)
+def test_values_that_the_memory_alone_does_not_say_are_refused(
+    region: Region, tensor: torch.Tensor, reason: str
+) -> None:
+    for call in (region.write, region.read):
+        with pytest.raises((InvalidArgumentError, BufferError), match=reason):
+            call([(0, 1)], tensor)
+    assert content(region, BLOCK) == bytes(BLOCK)
+
+
+class _Wrapper(torch.Tensor):
+    """As quantised tensors are: without memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{function}")
+
+
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_a_tensor_without_memory_is_skipped_and_never_read(region: Region, offset: int) -> None:
+    wrapper = torch.Tensor._make_wrapper_subclass(
+        _Wrapper, (8,), strides=(1,), storage_offset=offset, dtype=torch.float32
+    )
+    with pytest.raises((InvalidArgumentError, RuntimeError, TypeError, BufferError)):
+        region.write([(0, 1)], wrapper)
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        region, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    engine.save([SaveItem("k", 1, ((0, 1),), wrapper)])
+    assert reports == [([1], False)]
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["table", "capsule"])
 @pytest.mark.parametrize(
     "tensor",

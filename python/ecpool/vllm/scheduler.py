@@ -161,8 +161,8 @@ class ECCPUScheduler:
             return False
         if self._expectations.may_grow:
             self._expectations.note_growth()
-        answer = self._promise(identifier)
-        self._answers[identifier] = answer
+        self._answers[identifier] = False  # what vLLM is told if the next line raises
+        answer = self._answers[identifier] = self._promise(identifier)
         return answer
 
     def _promise(self, key: str) -> bool:

@@ -1,7 +1,8 @@
 //! Tensors of other libraries, by the DLPack protocol: the safe way to their memory that costs least.
 //!
 //! A library's tensor type may offer a table of C functions, one of which tells where a tensor is without making anything.
-//! Where it does not, the tensor's `__dlpack__` makes a capsule.
+//! Where it does not, and for types derived from it, which may have no memory of their own, the tensor's `__dlpack__` makes
+//! a capsule.
 #![allow(unsafe_code, reason = "the protocol is one of raw pointers")]
 
 use std::ffi::{CStr, c_int, c_void};
@@ -17,6 +18,7 @@ use pyo3::{ffi, intern};
 use crate::error::invalid;
 
 const TABLE: &CStr = c"dlpack_exchange_api";
+const TABLE_ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
 const UNUSED: &CStr = c"dltensor";
 const USED: &CStr = c"used_dltensor";
 
@@ -81,13 +83,15 @@ impl<'a> LentTensor<'a> {
     /// None if the object is nothing that speaks the protocol. `what` names it in errors.
     pub(crate) fn of(object: &'a Bound<'_, PyAny>, what: &str) -> PyResult<Option<Self>> {
         let py = object.py();
-        if let Some(table) = object.get_type().getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?
+        if let Some(table) = own_table(object)?
             && let Some(raw) = ask(&table, object)?
         {
+            refuse_what_memory_does_not_say(object, what)?;
             let (begin, len) = memory_of(&raw).map_err(|why| refusal(what, why))?;
             return Ok(Some(Self { begin, len, _owner: None, _object: PhantomData }));
         }
         let Some(export) = object.getattr_opt(intern!(py, "__dlpack__"))? else { return Ok(None) };
+        refuse_without_storage(object, what)?;
         let owner = Owner::take(&export.call0()?)?;
         // SAFETY: the structure lives until `owner` is dropped.
         let raw = unsafe { &owner.0.as_ref().tensor };
@@ -104,6 +108,45 @@ impl<'a> LentTensor<'a> {
     pub(crate) fn len(&self) -> usize {
         self.len
     }
+}
+
+/// The table of the object's own type, not of one that it is derived from.
+fn own_table<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let (py, kind) = (object.py(), object.get_type());
+    let Some(table) = kind.getattr_opt(intern!(py, TABLE_ATTRIBUTE))? else { return Ok(None) };
+    let inherited = kind.getattr(intern!(py, "__base__"))?.getattr_opt(intern!(py, TABLE_ATTRIBUTE))?;
+    Ok(inherited.is_none().then_some(table))
+}
+
+/// torch's table tells where a tensor's memory is, and nothing of what torch does to the values when it reads them, or of who
+/// counts on them: its `__dlpack__` refuses such tensors, and so does this.
+fn refuse_what_memory_does_not_say(object: &Bound<'_, PyAny>, what: &str) -> PyResult<()> {
+    let py = object.py();
+    for (name, why) in [
+        (intern!(py, "is_conj"), "that is conjugated on the way; call resolve_conj() first"),
+        (intern!(py, "is_neg"), "that is negated on the way; call resolve_neg() first"),
+    ] {
+        if object.getattr_opt(name)?.map_or(Ok(false), |ask| ask.call0()?.is_truthy())? {
+            return Err(refusal(what, why));
+        }
+    }
+    if object.getattr_opt(intern!(py, "requires_grad"))?.map_or(Ok(false), |wanted| wanted.is_truthy())? {
+        return Err(refusal(what, "that requires a gradient; call detach() first"));
+    }
+    Ok(())
+}
+
+/// Tensors that are derived from torch's may wrap others and have no memory. torch exports such a one with its offset for an
+/// address.
+fn refuse_without_storage(object: &Bound<'_, PyAny>, what: &str) -> PyResult<()> {
+    let py = object.py();
+    let Some(storage) = object.getattr_opt(intern!(py, "untyped_storage"))? else { return Ok(()) };
+    let storage = storage.call0()?;
+    let has_bytes = storage.call_method0(intern!(py, "nbytes"))?.is_truthy()?;
+    if has_bytes && !storage.call_method0(intern!(py, "data_ptr"))?.is_truthy()? {
+        return Err(refusal(what, "without memory"));
+    }
+    Ok(())
 }
 
 /// Asks the tensor type's own table about the object. None if that table is of a version that is not known here.

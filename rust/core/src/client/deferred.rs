@@ -65,6 +65,10 @@ impl Client {
 
     /// Keeps `operation` for the next call that gets the lock.
     pub fn defer(&self, operation: Deferred) {
+        // Who has left owes nothing, and its counters may be another client's by now.
+        if self.left.load(Ordering::Acquire) {
+            return;
+        }
         self.count(Counter::Deferred, 1);
         self.count(Counter::ClaimsPutOff, operation.claims());
         let mut queue = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);

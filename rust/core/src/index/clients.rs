@@ -227,12 +227,13 @@ impl Index<'_> {
     }
 
     /// Whether `wanted` holds for the liveness byte and generation of any LIVE client in the group of `client`, itself included.
+    /// A client without a group is on its own.
     pub fn any_of_group(&self, client: ClientRef, wanted: &mut dyn FnMut(u32, u32) -> bool) -> Checked<bool> {
         let group = self.client(client.record)?.group;
         for number in 0..self.clients.len() as u32 {
             let (commit, record) = (self.client_commit(number)?, self.client(number)?);
-            let is_member = commit.state == client_state::LIVE && record.group == group;
-            if is_member && wanted(record.byte, record.byte_generation) {
+            let is_same = number == client.record || (group != 0 && record.group == group);
+            if is_same && commit.state == client_state::LIVE && wanted(record.byte, record.byte_generation) {
                 return Ok(true);
             }
         }
