@@ -333,7 +333,8 @@ impl EmbeddingCache {
         self.give_back(py, ids, Deferred::Withdraw)
     }
 
-    /// Lets no further rank claim these transfers; returns the ids of those still open, since some rank has claimed them.
+    /// Lets no further rank claim these transfers; returns the ids of those still open, since some rank has claimed them, or
+    /// may have: a load is left as it is while a claim of this client's group is put off. Ask again for those.
     fn close_unclaimed(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
         let ids = ids_of(ids)?;
         relay(py, self.deadline, |wait| self.cache.close_unclaimed(wait, &ids))

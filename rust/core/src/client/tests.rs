@@ -220,10 +220,14 @@ struct PutOffClaim {
 impl PutOffClaim {
     /// `meanwhile` happens while the lock is still not free.
     fn new(meanwhile: impl FnOnce(&EmbeddingCache, u64)) -> Self {
+        Self::in_group("engine", meanwhile)
+    }
+
+    fn in_group(group: &str, meanwhile: impl FnOnce(&EmbeddingCache, u64)) -> Self {
         let parent = tempfile::tempdir_in("/dev/shm").unwrap();
         let directory = parent.path().join("pools");
         let member = |group| EmbeddingCache::new(Arc::new(in_group(&directory, group)), "n");
-        let (scheduler, worker, stranger) = (member("engine"), member("engine"), member("other"));
+        let (scheduler, worker, stranger) = (member(group), member(group), member("other"));
         let load = load_of(&scheduler, "x");
         let guard = stranger.client().region().unwrap().lock(WAIT).unwrap();
         assert_eq!(worker.claim_loads(WAIT, 0, &[load]).unwrap(), [ClaimOutcome::Claimed]);
@@ -290,4 +294,13 @@ fn claims_that_another_group_put_off_keep_nothing_open() {
     let load = load_of(&other, "y");
     assert_eq!(other.close_unclaimed(WAIT, &[load]).unwrap(), [0u64; 0]);
     assert_eq!(setting.close(), [setting.load]);
+}
+
+#[test]
+fn clients_without_a_group_keep_nothing_of_each_other_open() {
+    let setting = PutOffClaim::in_group("", |_, _| {});
+    assert_eq!(setting.worker.client().deferred_len(), 1);
+    let other = EmbeddingCache::new(Arc::new(in_group(&setting.directory, "")), "n");
+    let load = load_of(&other, "y");
+    assert_eq!(other.close_unclaimed(WAIT, &[load]).unwrap(), [0u64; 0]);
 }
