@@ -69,14 +69,19 @@ def take_turns(turns: Mapping[str, Turn], effort: Effort) -> dict[str, list[floa
     warm_up = min(_WARM_UP, effort.rounds - 1)
     with _no_collector():
         for number in range(effort.rounds + warm_up):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in rotated(names, number):
                 time.sleep(_REST)
                 value = turns[name]()
                 if number >= warm_up:
                     values[name].append(value)
             gc.collect(0)
     return values
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The names in the order of round ``number``."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def compare(turns: Mapping[str, Turn], effort: Effort) -> dict[str, Sample]:

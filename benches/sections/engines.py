@@ -1,34 +1,43 @@
 """Latency inside real vLLM on the CPU: one request at a time, one picture each, one token.
 
-Each engine answers for the same pictures twice. The first time all are encoded; the second time
-vLLM's own encoder cache has lost them, since it holds four, and its prefix cache is off. Engines
-run one after the other, so their figures are not interleaved; each is started on its own.
+Each engine answers for the same pictures three times. The first time all are encoded; later
+vLLM's own encoder cache has lost them, since it holds four, and its prefix cache is off. The
+engines of a model run side by side and take turns, picture by picture, in an order that rotates:
+one after the other, what the machine did meanwhile weighed more than the connectors.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benches.measure import Effort, Sample, summarise
+from benches.measure import Effort, rotated, summarise
 from benches.report import Row
 
 if TYPE_CHECKING:
+    from support.engines import EngineProcess
+    from support.requests import Request
     from support.tiny_model import ModelSpec
 
 PICTURES = 24
 WARM_UP = 3  # pictures that are not counted
+REST = 0.05  # seconds before each request, for the threads of the engine before to come to rest
+
+OURS, BARE, EXAMPLE = "ecpool", "no connector", "ECExampleConnector"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Latencies:
     """Seconds per request: the first time a picture comes, and when it comes again."""
 
-    first: Sample
-    again: Sample
+    first: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
 
 
 def rows(effort: Effort) -> Iterator[Row]:
@@ -39,21 +48,26 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def _model(spec: ModelSpec, title: str, effort: Effort) -> Iterator[Row]:
-    from support.engines import ec_transfer
+    from support.engines import EngineConfig, EngineProcess, ec_transfer
     from support.tiny_model import build
 
     model = build(spec)
-    with tempfile.TemporaryDirectory(prefix="ecpool-bench-") as text:
+    with tempfile.TemporaryDirectory(prefix="ecpool-bench-") as text, ExitStack() as stack:
         directory = Path(text)
-        pool = _measure(model, directory / "pool", ec_transfer(capacity="64MiB"), effort)
-        bare = _measure(model, directory / "bare", None, effort)
-        example = _measure(model, directory / "example", _example(directory / "store"), effort)
-    again = f"{title}: same picture again"
-    yield Row("engines", f"{again}, pool hit", "s", pool.again, "no connector", bare.again)
-    yield Row("engines", f"{again}, pool hit", "s", pool.again, "ECExampleConnector", example.again)
-    first = f"{title}: new picture, encoded and saved"
-    yield Row("engines", first, "s", pool.first, "no connector", bare.first)
-    yield Row("engines", first, "s", pool.first, "ECExampleConnector", example.first)
+        transfers = {
+            OURS: ec_transfer(capacity="64MiB"),
+            BARE: None,
+            EXAMPLE: _example(directory / "store"),
+        }
+        engines = {
+            name: EngineProcess(EngineConfig(model, ec_transfer=transfer), directory / name)
+            for name, transfer in transfers.items()
+        }
+        with ThreadPoolExecutor(2) as starters:  # a start keeps one core busy for half a minute
+            list(starters.map(stack.enter_context, engines.values()))
+        latencies = _measure(engines, effort)
+    yield from _rows(f"{title}: same picture again, pool hit", latencies, "again")
+    yield from _rows(f"{title}: new picture, encoded and saved", latencies, "first")
 
 
 def _example(store: Path) -> dict[str, Any]:
@@ -64,16 +78,33 @@ def _example(store: Path) -> dict[str, Any]:
     }
 
 
-def _measure(
-    model: Path, directory: Path, transfer: dict[str, Any] | None, effort: Effort
-) -> Latencies:
-    from support.engines import EngineConfig, EngineProcess
+def _rows(title: str, latencies: Mapping[str, Latencies], which: str) -> Iterator[Row]:
+    samples = {name: summarise(getattr(each, which)) for name, each in latencies.items()}
+    for other in (BARE, EXAMPLE):
+        yield Row("engines", title, "s", samples[OURS], other, samples[other])
+
+
+def _measure(engines: Mapping[str, EngineProcess], effort: Effort) -> dict[str, Latencies]:
     from support.requests import Picture, one_each
 
-    count = 6 if effort.quick else PICTURES
-    pictures = [Picture(seed) for seed in range(WARM_UP + count)]
+    pictures = [Picture(seed) for seed in range(WARM_UP + (6 if effort.quick else PICTURES))]
     requests = one_each(pictures, max_tokens=1)
-    with EngineProcess(EngineConfig(model, ec_transfer=transfer), directory) as engine:
-        rounds = [[engine.generate([each])[0].seconds for each in requests] for _ in range(3)]
-    again = rounds[1][WARM_UP:] + rounds[2][WARM_UP:]
-    return Latencies(summarise(rounds[0][WARM_UP:]), summarise(again))
+    latencies = {name: Latencies() for name in engines}
+    for name, seconds in _turns(engines, requests):
+        latencies[name].first.append(seconds)
+    for _ in range(2):
+        for name, seconds in _turns(engines, requests):
+            latencies[name].again.append(seconds)
+    return latencies
+
+
+def _turns(
+    engines: Mapping[str, EngineProcess], requests: Sequence[Request]
+) -> Iterator[tuple[str, float]]:
+    """Who answered, and in how many seconds; every request begins with another engine."""
+    for number, request in enumerate(requests):
+        for name in rotated(list(engines), number):
+            time.sleep(REST)
+            seconds = engines[name].generate([request])[0].seconds
+            if number >= WARM_UP:
+                yield name, seconds
