@@ -15,7 +15,11 @@ Extents = Sequence[tuple[int, int]]
 
 
 class HostRegion(Protocol):
-    """What is needed of `ecpool.Region`; its buffer is the data area."""
+    """What is needed of `ecpool.Region`; its buffer is the data area.
+
+    `write` and `read` refuse a tensor whose values are not in the host's memory as they are: on
+    another device, with gaps, conjugated or negated on the way, or in need of a gradient.
+    """
 
     @property
     def block_size(self) -> int: ...

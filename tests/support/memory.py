@@ -11,5 +11,6 @@ def bytes_of(memory: Any) -> memoryview:
     if hasattr(memory, "data_ptr"):
         assert memory.is_cpu
         assert memory.is_contiguous()
+        assert not any((memory.is_conj(), memory.is_neg(), memory.requires_grad))
         memory = (ctypes.c_ubyte * memory.nbytes).from_address(memory.data_ptr())
     return memoryview(memory).cast("B")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 import sys
 import tempfile
@@ -81,17 +82,26 @@ def test_what_cannot_be_copied_is_refused(
         (torch.ones(4, dtype=torch.complex64).conj(), "conj"),
         (torch.ones(4, dtype=torch.complex64).conj().imag, "neg"),
         (torch.ones(4, requires_grad=True), "grad"),
-        (torch.nn.Parameter(torch.ones(4)), "grad"),
     ],
-    ids=["conjugated", "negated", "requires a gradient", "parameter"],
+    ids=["conjugated", "negated", "requires a gradient"],
 )
+@pytest.mark.parametrize("derived", [False, True], ids=["", "derived type"])
 def test_values_that_the_memory_alone_does_not_say_are_refused(
-    region: Region, tensor: torch.Tensor, reason: str
+    region: Region, tensor: torch.Tensor, reason: str, derived: bool
 ) -> None:
+    given = tensor.as_subclass(_Derived) if derived else tensor
     for call in (region.write, region.read):
         with pytest.raises((InvalidArgumentError, BufferError), match=reason):
-            call([(0, 1)], tensor)
+            call([(0, 1)], given)
     assert content(region, BLOCK) == bytes(BLOCK)
+    engine = TransferEngine(region, torch.device("cpu"), on_done=lambda ids, ok: None)
+    engine.save([SaveItem("k", 1, ((0, 1),), given)])
+    wanted = tensor.detach().resolve_conj().resolve_neg().numpy().tobytes()
+    assert content(region, len(wanted)) == wanted
+
+
+class _Derived(torch.Tensor):
+    """As parameters are: of a type of its own, with memory of its own."""
 
 
 class _Wrapper(torch.Tensor):
@@ -227,6 +237,41 @@ def test_large_items_come_back_and_touch_no_block_of_another(
     end = (extents[-1][0] + extents[-1][1]) * BLOCK
     assert bytes_kept[end:].all()
     engine.close()
+
+
+@pytest.mark.parametrize("huge_pages", [True, False], ids=["huge pages", "no huge pages"])
+def test_an_item_of_many_megabytes_comes_back(
+    roomy: Region, huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not huge_pages:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)
+    tensor = torch.randint(-(2**31), 2**31 - 1, (3, (33 << 20) // 12, 1), dtype=torch.int32)
+    extents = ((5, roomy.num_blocks - 5),)
+    engine = TransferEngine(roomy, torch.device("cpu"), on_done=lambda ids, ok: None)
+    engine.save([SaveItem("k", 1, extents, tensor)])
+    item = LoadItem("k", 2, extents, tuple(tensor.shape), tensor.dtype)
+    with torch.inference_mode():
+        loaded = engine.load([item])["k"]
+    engine.close()
+    assert (loaded.shape, loaded.dtype) == (tensor.shape, tensor.dtype)
+    assert loaded.is_contiguous()
+    assert torch.equal(loaded, tensor)
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert _asks_for_huge_pages(loaded) is huge_pages
+
+
+def _asks_for_huge_pages(tensor: torch.Tensor) -> bool:
+    """Whether the mapping around the tensor's middle has that flag."""
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            inside = begin <= middle < end
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError("the tensor is not mapped")
 
 
 def test_a_large_item_that_does_not_fit_is_refused(roomy: Region) -> None:

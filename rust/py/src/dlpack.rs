@@ -91,6 +91,7 @@ impl<'a> LentTensor<'a> {
             return Ok(Some(Self { begin, len, _owner: None, _object: PhantomData }));
         }
         let Some(export) = object.getattr_opt(intern!(py, "__dlpack__"))? else { return Ok(None) };
+        refuse_what_memory_does_not_say(object, what)?;
         refuse_without_storage(object, what)?;
         let owner = Owner::take(&export.call0()?)?;
         // SAFETY: the structure lives until `owner` is dropped.
@@ -118,8 +119,8 @@ fn own_table<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAn
     Ok(inherited.is_none().then_some(table))
 }
 
-/// torch's table tells where a tensor's memory is, and nothing of what torch does to the values when it reads them, or of who
-/// counts on them: its `__dlpack__` refuses such tensors, and so does this.
+/// The table tells where a tensor's memory is, and nothing of what torch does to the values when it reads them, or of who
+/// counts on them. torch's `__dlpack__` refuses most such tensors, but exports one that is negated on the way.
 fn refuse_what_memory_does_not_say(object: &Bound<'_, PyAny>, what: &str) -> PyResult<()> {
     let py = object.py();
     for (name, why) in [
