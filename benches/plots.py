@@ -115,12 +115,17 @@ def _delegate(axes: Axes, rows: Sequence[Row]) -> None:
     _bars(axes, rows, "µs a step of 4 hits and 4 saves", 1e6)
 
 
+def _peer(row: Row) -> float:
+    return row.peer.median if row.peer else 0.0
+
+
 def _copies(axes: Axes, rows: Sequence[Row]) -> None:
     whole = [row for row in rows if "pieces" not in row.case]
     for kind, color in (("save", OURS), ("load, fresh", PEER), ("Region.read, warm", THIRD)):
-        chosen = [row for row in whole if row.case.endswith(kind)]
-        _line(axes, chosen, f"{kind}: ecpool", color)
-        _dashed(axes, chosen, f"{kind}: better of memcpy and copy_", color)
+        ours = [row for row in whole if row.case.endswith(kind) and row.against == "memcpy"]
+        better = [max((row for row in whole if row.case == each.case), key=_peer) for each in ours]
+        _line(axes, ours, f"{kind}: ecpool", color)
+        _dashed(axes, better, f"{kind}: better of memcpy and copy_", color)
     axes.set(xscale="log", xlabel="MB", ylabel="GB/s", ylim=(0, None))
     axes.legend(fontsize=7)
 
