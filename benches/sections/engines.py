@@ -63,8 +63,9 @@ def _model(spec: ModelSpec, title: str, effort: Effort) -> Iterator[Row]:
             name: EngineProcess(EngineConfig(model, ec_transfer=transfer), directory / name)
             for name, transfer in transfers.items()
         }
-        with ThreadPoolExecutor(2) as starters:  # a start keeps one core busy for half a minute
-            list(starters.map(stack.enter_context, engines.values()))
+        starters = ThreadPoolExecutor(2)  # a start keeps one core busy for half a minute
+        stack.callback(starters.shutdown, cancel_futures=True)
+        list(starters.map(stack.enter_context, engines.values()))
         latencies = _measure(engines, effort)
     yield from _rows(f"{title}: same picture again, pool hit", latencies, "again")
     yield from _rows(f"{title}: new picture, encoded and saved", latencies, "first")

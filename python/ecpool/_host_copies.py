@@ -1,6 +1,6 @@
 """Copies on CPU, done by the time that the call returns."""
 
-import contextlib
+import math
 import mmap
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ import torch
 
 from ecpool._completion import LimitedLog, Reporter
 from ecpool._transfer_items import (
+    Extents,
     HostRegion,
     LoadItem,
     SaveItem,
@@ -47,8 +48,9 @@ class HostCopies:
             for item in items:
                 try:
                     tensor = torch.empty(item.shape, dtype=item.dtype, device=_CPU)
-                    if tensor.nbytes >= _MAP_FROM:
-                        tensor = _on_huge_pages(tensor)
+                    if tensor.nbytes >= _MAP_FROM and type(tensor) is torch.Tensor:
+                        del tensor  # its address range, where those are scarce
+                        tensor = _on_huge_pages(item.shape, item.dtype)
                     self._region.read(item.extents, tensor if _HAS_TABLE else _lend(tensor))
                     loaded[item.key] = tensor
                     done.append(item.id)
@@ -70,12 +72,7 @@ class HostCopies:
         try:
             for item in items:
                 try:
-                    try:
-                        self._region.write(item.extents, item.tensor)
-                    except Exception:
-                        # Its memory is elsewhere or does not say its values: asking beforehand
-                        # would cost every item a microsecond.
-                        self._region.write(item.extents, _lend(_in_memory(item.tensor)))
+                    self._write(item.extents, item.tensor)
                     done.append(item.id)
                 except (KeyboardInterrupt, SystemExit):
                     raise
@@ -86,6 +83,17 @@ class HostCopies:
             if len(done) < len(items):
                 self._report_failed(items, done)
 
+    def _write(self, extents: Extents, tensor: torch.Tensor) -> None:
+        # The memory of a derived type need not say its values. Of torch's own, the region refuses
+        # what is elsewhere or not as it lies there: asking first would cost each item 1 µs.
+        if type(tensor) is torch.Tensor:
+            try:
+                self._region.write(extents, tensor)
+                return
+            except Exception:
+                pass
+        self._region.write(extents, _lend(plain(tensor).cpu().contiguous()))
+
     def _report_failed(
         self, items: Sequence[LoadItem] | Sequence[SaveItem], done: Sequence[int]
     ) -> None:
@@ -93,21 +101,21 @@ class HostCopies:
         self._reporter.report([item.id for item in items if item.id not in good], False)
 
 
-def _on_huge_pages(like: torch.Tensor) -> torch.Tensor:
-    """A new tensor of that shape and dtype, in memory that comes by huge pages where it can.
+def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor in memory that comes by huge pages where it can.
 
     To fill fresh memory page by page, the kernel interrupts a copy every 4 KiB, which costs several
     times what the copy does.
     """
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    try:
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
-
-
-def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in the host's memory, one after the other."""
-    return plain(tensor).cpu().contiguous()
+    except OSError:  # no address range of its own, or a kernel without huge pages
+        return torch.empty(shape, dtype=dtype, device=_CPU)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    # Not by views, which autograd treats differently.
+    return torch.empty(0, dtype=dtype, device=_CPU).set_(storage, 0, shape, ())
 
 
 def _lend(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,7 @@ class TransferEngine:
 
         The tensors may be used on the calling thread's current stream at once. Raises TransferError
         if some items failed, after reporting those as not ok; its ``loaded`` has the others.
+        On CPU, tensors of 32 MiB or more lie in mappings of their own, which cannot be resized.
         """
         self._check_open()
         if not items:

@@ -100,6 +100,34 @@ def test_values_that_the_memory_alone_does_not_say_are_refused(
     assert content(region, len(wanted)) == wanted
 
 
+class _Elsewhere(torch.Tensor):
+    """With memory of its own that says nothing, and values in another tensor."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def around(values: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(values).as_subclass(_Elsewhere)
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [each.values if isinstance(each, cls) else each for each in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def test_the_values_of_a_derived_type_are_saved_not_its_memory(region: Region) -> None:
+    values = torch.randn(8)
+    reports: list[tuple[list[int], bool]] = []
+    engine = TransferEngine(
+        region, torch.device("cpu"), on_done=lambda ids, ok: reports.append((ids, ok))
+    )
+    engine.save([SaveItem("k", 1, ((0, 1),), _Elsewhere.around(values))])
+    assert reports == [([1], True)]
+    assert content(region, values.nbytes) == values.numpy().tobytes()
+
+
 class _Derived(torch.Tensor):
     """As parameters are: of a type of its own, with memory of its own."""
 
@@ -239,9 +267,10 @@ def test_large_items_come_back_and_touch_no_block_of_another(
     engine.close()
 
 
+@pytest.mark.parametrize("inferring", [False, True], ids=["", "inference mode"])
 @pytest.mark.parametrize("huge_pages", [True, False], ids=["huge pages", "no huge pages"])
 def test_an_item_of_many_megabytes_comes_back(
-    roomy: Region, huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+    roomy: Region, huge_pages: bool, inferring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not huge_pages:
         monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)
@@ -250,10 +279,11 @@ def test_an_item_of_many_megabytes_comes_back(
     engine = TransferEngine(roomy, torch.device("cpu"), on_done=lambda ids, ok: None)
     engine.save([SaveItem("k", 1, extents, tensor)])
     item = LoadItem("k", 2, extents, tuple(tensor.shape), tensor.dtype)
-    with torch.inference_mode():
+    with torch.inference_mode(inferring), torch.no_grad():
         loaded = engine.load([item])["k"]
     engine.close()
     assert (loaded.shape, loaded.dtype) == (tensor.shape, tensor.dtype)
+    assert not loaded._is_view()
     assert loaded.is_contiguous()
     assert torch.equal(loaded, tensor)
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
