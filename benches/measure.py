@@ -66,7 +66,7 @@ def take_turns(turns: Mapping[str, Turn], effort: Effort) -> dict[str, list[floa
     """The values of each turn, by its name; every round starts with another one."""
     names = list(turns)
     values: dict[str, list[float]] = {name: [] for name in names}
-    warm_up = min(_WARM_UP, effort.rounds - 1)
+    warm_up = min(_WARM_UP, effort.rounds // 3)
     with _no_collector():
         for number in range(effort.rounds + warm_up):
             for name in rotated(names, number):

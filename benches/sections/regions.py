@@ -24,7 +24,7 @@ BLOCKS = (10_000, 100_000, 1_000_000, 10_000_000)
 BLOCK_SIZE = 4_096
 ATTACH_GOAL = Goal(at_most=0.05)
 MOST_BYTES = 5 << 30  # that a region of this section may take
-FILL_BYTES = 2 << 30
+FILL_BYTES = 1 << 30
 GIB = 1 << 30
 POPULATE_WRITE = 23  # the advice that vLLM's class gives; newer than Python's `mmap`
 PEER = "vLLM's ECSharedRegion"
